@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from flash_attention_on_cpu import flash_attention_on_cpu
+from simulated_cuda import CUDA, SimulatedCuda
+from torch import Tensor, distributed, multiprocessing
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from xtk.models import packed_attention
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.packed_attention import ATTENTION_NAME, PackedSequence
 
@@ -25,6 +32,9 @@ FAMILIES = {
     "GPTNeoXConfig": ({**SIZES, "intermediate_size": 48}, "xtk"),
     "GPT2Config": ({"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4}, "xtk"),
     "MixtralConfig": ({**LLAMA, "num_local_experts": 4}, "xtk"),
+    "DeepseekV3Config": (  # keys of 16 per head, values of 8
+        {**SIZES, "intermediate_size": 48, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+         "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 2}, "xtk"),
     "BloomConfig": ({"vocab_size": V, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "a row each"),
     "MambaConfig": ({"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "a row each"),
 }  # fmt: skip
@@ -111,3 +121,170 @@ def test_backward_writes_no_more_elements_for_many_packed_documents():
             states.sum().backward()
         element_counts[num_documents] = counter.count
     assert element_counts[50] < 1.1 * element_counts[4]
+
+
+DOCUMENTS = (9, 1, 6, 20)  # with windows of 3
+OPERATOR_FAMILIES = [
+    "LlamaConfig", "Qwen3Config", "MistralConfig", "Gemma3TextConfig", "GPT2Config", "DeepseekV3Config"
+]  # fmt: skip
+
+
+def make_ids(length: int) -> Tensor:
+    return torch.randint(0, V, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def states_and_gradients(backbone: BackboneWithHead, packed: PackedSequence) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return hidden states of this process's tokens, and gradients of a weighted sum of them."""
+    own = torch.from_numpy(packed.token_indices(packed.rank))
+    backbone.zero_grad()
+    states = backbone(make_ids(packed.num_tokens)[:, own], packed)
+    weights = torch.linspace(-1, 1, packed.num_tokens * states.shape[2]).reshape(1, packed.num_tokens, -1)
+    (states * weights[:, own]).sum().backward()
+    gradients = {name: values.grad for name, values in backbone.named_parameters() if values.grad is not None}
+    return states.detach(), gradients
+
+
+def assert_same_gradients(computed: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 3e-6) -> None:
+    assert computed.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(computed[name], gradient, rtol=0, atol=tolerance * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("family", OPERATOR_FAMILIES)
+def test_varlen_attention_has_the_states_and_gradients_of_attention_by_document(family):
+    """Also with grouped heads, which are not repeated, with windows, and with values smaller than keys."""
+    backbone = BackboneWithHead(make_model(family))
+    assert backbone.enable_packing()
+    expected_states, expected = states_and_gradients(backbone, PackedSequence(DOCUMENTS))
+    expected = {name: gradient.clone() for name, gradient in expected.items()}
+    with flash_attention_on_cpu() as kernels:
+        states, gradients = states_and_gradients(backbone, PackedSequence(DOCUMENTS))
+    key_heads = getattr(backbone.model.config, "num_key_value_heads", 4)
+    call = {"segments": len(DOCUMENTS), "key_heads": key_heads, "dtype": torch.float32}
+    assert (kernels.forward_calls, kernels.backward_calls) == ([call, call], 2)
+    torch.testing.assert_close(states, expected_states, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(gradients, expected)
+
+
+@pytest.mark.parametrize("num_documents", [1, 2, 60])
+def test_a_layer_makes_one_varlen_call_for_any_number_of_documents(num_documents):
+    backbone = BackboneWithHead(make_model("LlamaConfig"))
+    assert backbone.enable_packing()
+    with flash_attention_on_cpu() as kernels:
+        backbone(make_ids(3 * num_documents), PackedSequence((3,) * num_documents))
+    assert len(kernels.forward_calls) == 2
+
+
+def test_varlen_attention_gets_the_dtype_of_autocast():
+    backbone = BackboneWithHead(make_model("Qwen3Config"))
+    assert backbone.enable_packing()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = backbone(make_ids(36), PackedSequence(DOCUMENTS))
+        with flash_attention_on_cpu() as kernels:
+            states = backbone(make_ids(36), PackedSequence(DOCUMENTS))
+    assert [call["dtype"] for call in kernels.forward_calls] == [torch.bfloat16] * 2
+    torch.testing.assert_close(states, expected, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize(("reason", "size", "dtype", "dropout"), [
+    ("dtype", 8, torch.float64, 0.0), ("head size", 6, torch.float32, 0.0), ("dropout", 8, torch.float32, 0.5)
+])  # fmt: skip
+def test_layers_that_varlen_attention_does_not_support_use_attention_by_document(reason, size, dtype, dropout):
+    query, key, value = torch.randn(3, 1, 4, 36, size, dtype=dtype)
+    with flash_attention_on_cpu() as kernels:
+        packed = PackedSequence(DOCUMENTS)
+        torch.manual_seed(0)
+        output, _ = packed_attention.packed_attention(
+            torch.nn.Module(), query, key, value, None, dropout, packed=packed
+        )
+    torch.manual_seed(0)
+    expected = packed_attention._attend_by_document(query, key, value, dropout, None, None, packed)
+    assert kernels.forward_calls == []
+    assert torch.equal(output, expected)
+
+
+def test_a_cpu_has_no_varlen_attention():
+    assert not packed_attention.has_varlen_attention(torch.device("cpu"))
+
+
+def test_the_host_does_not_wait_for_the_arguments_of_varlen_attention(monkeypatch):
+    monkeypatch.setattr(packed_attention, "has_varlen_attention", lambda device: True)
+    for num_ranks in (1, 2):
+        packed = PackedSequence(DOCUMENTS, None, num_ranks)
+        with SimulatedCuda() as device:
+            packed.prepare(CUDA)
+        assert packed.varlen_calls[CUDA] is not None
+        assert not device.waits
+
+
+# A warning of torch about itself: dynamo reads this attribute of the inputs of a graph after a break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("operator", [True, False])
+def test_compiled_packed_attention_is_not_compiled_again_for_other_numbers_of_documents(operator):
+    """The operator is a part of the only graph; attention by document is a break per layer."""
+    torch._dynamo.reset()
+    counters.clear()
+    eager, compiled = (BackboneWithHead(make_model("MistralConfig")) for _ in range(2))
+    assert eager.enable_packing()
+    assert compiled.enable_packing()
+    compiled.compile_backbone("eager")
+    graphs = []
+    with flash_attention_on_cpu() if operator else contextlib.nullcontext():
+        for lengths in ((9, 4), (5, 7, 2), (3,) * 9, (40, 2), (2,) * 20):
+            states, gradients = states_and_gradients(compiled, PackedSequence(lengths))
+            expected_states, expected = states_and_gradients(eager, PackedSequence(lengths))
+            torch.testing.assert_close(states, expected_states, rtol=1e-5, atol=1e-5)
+            assert_same_gradients(gradients, expected, 1e-5)
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert len(set(graphs)) == 1
+    assert counters["recompile_limit"] == {}
+    if operator:
+        assert graphs[0] == 1
+        assert counters["graph_break"] == {}
+    else:
+        assert all("_attend_by_document" in reason for reason in counters["graph_break"])
+
+
+CONTEXT_PARALLEL_FAMILIES = ["LlamaConfig", "MistralConfig", "DeepseekV3Config"]
+
+
+def compute_half(rank: int, folder: str) -> None:
+    """Write this process's states and gradients with context parallelism over two processes."""
+    torch.set_num_threads(1)
+    store = distributed.FileStore(f"{folder}/store", 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    results = {}
+    for family in CONTEXT_PARALLEL_FAMILIES:
+        backbone = BackboneWithHead(make_model(family))
+        assert backbone.enable_packing()
+        for operator in (False, True):
+            packed = PackedSequence(DOCUMENTS, distributed.group.WORLD, 2, rank)
+            with flash_attention_on_cpu() if operator else contextlib.nullcontext() as kernels:
+                states, gradients = states_and_gradients(backbone, packed)
+            assert not operator or len(kernels.forward_calls) == 2
+            results[family, operator] = states, {name: values.clone() for name, values in gradients.items()}
+    torch.save(results, f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory) -> list[dict[tuple[str, bool], tuple[Tensor, dict[str, Tensor]]]]:
+    folder: Path = tmp_path_factory.mktemp("halves")
+    multiprocessing.spawn(compute_half, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", [False, True])
+@pytest.mark.parametrize("family", CONTEXT_PARALLEL_FAMILIES)
+def test_context_parallel_processes_have_the_states_and_gradients_of_one(halves, family, operator):
+    """Documents are split over processes; those of DeepSeek-V3 have values smaller than keys."""
+    backbone = BackboneWithHead(make_model(family))
+    assert backbone.enable_packing()
+    expected_states, expected = states_and_gradients(backbone, PackedSequence(DOCUMENTS))
+    results = [half[family, operator] for half in halves]
+    for rank, (states, _) in enumerate(results):
+        own = torch.from_numpy(PackedSequence(DOCUMENTS, None, 2, rank).token_indices(rank))
+        torch.testing.assert_close(states, expected_states[:, own], rtol=1e-5, atol=1e-5)
+    summed = {name: results[0][1][name] + results[1][1][name] for name in results[0][1]}
+    assert_same_gradients(summed, expected)

@@ -179,6 +179,7 @@ class BackboneWithHead(nn.Module):
             more["position_ids"] = to_device(torch.from_numpy(positions), input_ids.device)[None]
             if self._packing == packed_attention.ATTENTION_NAME:
                 more["packed"] = packed
+                packed.prepare(input_ids.device)
         if self._logit_transform is not None:
             inner = self._base_model
             states: Tensor = self._backbone(input_ids=input_ids, use_cache=False, **more).last_hidden_state

@@ -1,18 +1,20 @@
 """Attention within the documents of packed sequences, with context parallelism.
 
 A packed sequence [1, T] contains several documents without padding. No token may attend to other documents. A mask
-[T, T] would cost T x T; here attention is computed per document, which costs the sum of squared lengths. With context
-parallelism each process has two blocks of the sequence, one from its front and one from its back (zigzag: this balances
-the work, since late tokens attend to more tokens). Keys and values are gathered from all processes; queries are not.
+[T, T] would cost T x T; here attention is computed per document, which costs the sum of squared lengths: by one call of
+torch's `varlen_attn` per layer where the device has it, else by one call per document. With context parallelism each
+process has two blocks of the sequence, one from its front and one from its back (zigzag: this balances the work, since
+late tokens attend to more tokens). Keys and values are gathered from all processes; queries are not.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ GENERAL_ATTENTION_NAME = "xtk_general"
 _IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "is_causal", "cache_position", "layer_idx"}
 )
+_VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class PackedSequence:
     # Sliding windows that layers have used on the sequence; None in it: a layer without one.
     seen_windows: set[int | None] = field(default_factory=set, init=False, repr=False, compare=False)
     _segments: list[tuple[int, int, int, int]] = field(default_factory=list, init=False, repr=False, compare=False)
+    # By device: `varlen_attn` with the documents, and indices of their keys in the gathered sequence.
+    varlen_calls: dict[torch.device, tuple[Callable[..., Tensor], Tensor] | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +83,48 @@ class PackedSequence:
                     first = number * chunk + low - begin
                     self._segments.append((first, first + high - low, start, high))
         return self._segments
+
+    def gathered_indices(self) -> NDArray[np.int64]:
+        """Return the index of each token, [T], in the parts of all processes, one after the other."""
+        return np.argsort(np.concatenate([self.token_indices(rank) for rank in range(self.num_ranks)]))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def prepare(self, device: torch.device) -> None:
+        """Copy the arguments of `varlen_attn` to a device, once for all layers; the host does not wait."""
+        if device in self.varlen_calls:
+            return
+        self.varlen_calls[device] = None
+        if has_varlen_attention(device):
+            from torch.nn.attention.varlen import varlen_attn
+
+            first, past, start, stop = np.array(self.attention_segments()).T
+            queries, keys, gathered = past - first, stop - start, self.gathered_indices()
+            arrays = [np.cumsum([0, *lengths], dtype=np.int32) for lengths in (queries, keys)]
+            arrays.append(np.concatenate([gathered[low:high] for low, high in zip(start, stop, strict=True)]))
+            of_queries, of_keys, indices = (to_device(torch.from_numpy(array), device) for array in arrays)
+            options: dict[str, Any] = {"max_q": int(queries.max()), "max_k": int(keys.max())}
+            if torch.__version__ >= "2.12":  # 2.11 accepts grouped heads without it
+                options["enable_gqa"] = True
+            call = functools.partial(varlen_attn, cu_seq_q=of_queries, cu_seq_k=of_keys, **options)
+            self.varlen_calls[device] = cast("Callable[..., Tensor]", call), indices
+
+
+def has_varlen_attention(device: torch.device) -> bool:
+    """Return whether torch and a device have `varlen_attn` with windows, which is FlashAttention 2.
+
+    Its last query of a segment attends to all keys of the segment, each query before it to one key less.
+    """
+    is_cuda = device.type == "cuda" and torch.version.cuda is not None and torch.__version__ >= "2.11"
+    return is_cuda and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _varlen_dtype(query: Tensor, value: Tensor, dropout: float) -> torch.dtype | None:
+    """Return the dtype in which `varlen_attn` computes a layer; None if it does not support the layer."""
+    kind, size = query.device.type, query.shape[-1]
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    # Not all devices have kernels for heads of 200 to 248.
+    is_supported = size % 8 == 0 and (size <= 192 or size == 256) and value.shape[-1] <= size
+    return dtype if is_supported and dtype in _VARLEN_DTYPES and dropout == 0 else None
 
 
 class UnsupportedAttention(XtkError):
@@ -113,17 +162,53 @@ def packed_attention(
             f"({', '.join(more) or 'its own mask'})",
             hint="use --no-packing",
         )
-    groups = query.shape[1] // key.shape[1]
-    if packed is not None and packed.num_ranks > 1:
-        key, value = _gather_keys_values(torch.stack([key, value]), packed)
-    if groups > 1:
-        key, value = (some.repeat_interleave(groups, dim=1) for some in (key, value))
     if packed is None:
+        key, value = _repeat_groups(query, key, value)
         return _attend_segment(query, key, value, dropout, scaling, sliding_window).transpose(1, 2).contiguous(), None
-    packed.seen_windows.add(sliding_window)
+    if not torch.compiler.is_compiling():
+        packed.seen_windows.add(sliding_window)
+    if query.device not in packed.varlen_calls:
+        packed.prepare(query.device)
+    varlen = packed.varlen_calls[query.device]
+    dtype = None if varlen is None else _varlen_dtype(query, value, dropout)
+    if varlen is None or dtype is None:
+        return _attend_by_document(query, key, value, dropout, scaling, sliding_window, packed), None
+    query, key, value = (some.to(dtype) for some in (query, key, value))
+    if packed.num_ranks > 1:
+        key, value = _gather_keys_values(key, value, packed, varlen[1])
+    size = value.shape[-1]
+    if size < query.shape[-1]:  # values have the size of keys
+        value = functional.pad(value, (0, query.shape[-1] - size))
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    per_token = (some[0].transpose(0, 1) for some in (query, key, value))
+    output = varlen[0](*per_token, scale=scaling, window_size=window)
+    return output[None, ..., :size].contiguous(), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_by_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    packed: PackedSequence,
+) -> Tensor:
+    """Return attention [B, T, heads, D], by a call per document: torch.compile would compile each number of them."""
+    if packed.num_ranks > 1:
+        indices = to_device(torch.from_numpy(packed.gathered_indices()), query.device)
+        key, value = _gather_keys_values(key, value, packed, indices)
+    key, value = _repeat_groups(query, key, value)
     parts = _segments_of(query, key, value, packed)
     outputs = [_attend_segment(*part, dropout, scaling, sliding_window) for part in parts]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def _repeat_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values with as many heads as the queries."""
+    groups = query.shape[1] // key.shape[1]
+    return (key, value) if groups == 1 else (key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
 
 
 def _segments_of(
@@ -170,12 +255,12 @@ def _attend_segment(
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
 
 
-def _gather_keys_values(local: Tensor, row: PackedSequence) -> Tensor:
-    """Return keys and values of the full sequence, [2, 1, heads, T, D], gathered from all processes."""
-    gathered: Tensor = _AllGatherSequence.apply(local, row)  # type: ignore[no-untyped-call]
-    order = np.concatenate([row.token_indices(rank) for rank in range(row.num_ranks)])
-    back = to_device(torch.from_numpy(np.argsort(order)), local.device)
-    return gathered.index_select(3, back)
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _gather_keys_values(key: Tensor, value: Tensor, packed: PackedSequence, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values at indices of the parts of all processes, one after the other."""
+    together: Tensor = _AllGatherSequence.apply(torch.cat([key, value], dim=3), packed)  # type: ignore[no-untyped-call]
+    keys, values = torch.split(together, [key.shape[3], value.shape[3]], dim=3)
+    return keys.index_select(2, indices), values.index_select(2, indices)
 
 
 class _AllGatherSequence(torch.autograd.Function):
@@ -186,13 +271,13 @@ class _AllGatherSequence(torch.autograd.Function):
         ctx.row = row
         parts = [torch.empty_like(local) for _ in range(row.num_ranks)]
         torch.distributed.all_gather(parts, local.contiguous(), group=row.group)
-        return torch.cat(parts, dim=3)
+        return torch.cat(parts, dim=2)
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None]:
         (gradient,) = outputs
         row: PackedSequence = ctx.row
-        given = torch.stack(gradient.chunk(row.num_ranks, dim=3)).contiguous()
+        given = torch.stack(gradient.chunk(row.num_ranks, dim=2)).contiguous()
         received = torch.empty_like(given)
         torch.distributed.all_to_all_single(received, given, group=row.group)
         return received.sum(0), None
@@ -222,6 +307,7 @@ def general_attention(
 _last_documents: list[tuple[Any, PackedSequence]] = []  # all layers of a forward pass get the same tensor
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _documents_of_positions(position_ids: Tensor) -> PackedSequence:
     if not _last_documents or _last_documents[0][0]() is not position_ids:
         begins = [0, *(position_ids[0, 1:] == 0).nonzero().flatten().add(1).tolist(), position_ids.shape[1]]
