@@ -26,7 +26,7 @@ from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.models.student_model_setup import has_mergeable_adapter, is_peft_model, load_student, save_final_student
 from xtk.name_registry import unknown_name_error
 from xtk.parallel.parallel_config import ParallelConfig, parse_parallel
-from xtk.parallel.process_group import init_process_group_after_restart, report_lost_processes, set_timeout
+from xtk.parallel.process_group import init_process_group, report_lost_processes
 from xtk.runs.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, find_checkpoint, prepare_run_folder
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
@@ -231,8 +231,7 @@ def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: Log
         raise XtkError("--teacher does not support --dataloader-num-workers", hint="use --dataloader-num-workers 0")
     torch.set_float32_matmul_precision("highest")  # no TF32: a float32 run is float32
     timeout = timedelta(seconds=logging_config.ddp_timeout)
-    set_timeout(timeout)
-    init_process_group_after_restart(timeout)
+    init_process_group(timeout)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision=recipe.mixed_precision,
