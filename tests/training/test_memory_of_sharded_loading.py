@@ -32,7 +32,7 @@ def memory(kind: str) -> int:
 
 
 def load_shard(rank: int, folder: Path, results: Any) -> None:
-    """Run in a process of its own: put bytes of the model and of its shard, and the peak above imports, into a queue."""
+    """Run in a process of its own: put the bytes of model and shard, and the peak above imports, into a queue."""
     from accelerate import Accelerator
 
     torch.distributed.init_process_group(

@@ -36,7 +36,9 @@ class BackboneWithHead(nn.Module):
         self.model = model
         # The same for every model of a configuration; without weights, a random model is tested.
         self._tested = _random_model(model) if model.device.type == "meta" else None
-        self._logit_transform = self._tested._logit_transform if self._tested else self._find_logit_transform()
+        self._logit_transform: LogitTransform | None = (
+            self._tested._logit_transform if self._tested else self._find_logit_transform()
+        )
         self._shard: HeadShard | None = None
         self._packing: str | None = None  # the attention implementation for packed sequences, once found
 

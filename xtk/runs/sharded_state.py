@@ -121,7 +121,8 @@ def read_model_shards(module: nn.Module, model: Any, folder: Path, device: torch
         module: the module that is sharded, which contains the model.
         model: a model that was loaded on the meta device from `folder`.
     """
-    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    apply: Any = module._apply
+    apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     files = {name: path for path in weight_files(folder) for name in read_file_header(path)}
     for name, tensor in model.state_dict().items():
         if name not in files:  # another name of a tied tensor, which has the same memory
