@@ -81,7 +81,11 @@ def load_student_for_steps(student: Path, recipe: TrainConfig, inputs: RunInputs
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         model = load_student(
-            ModelRef(student), recipe.preparation, inputs.tokenizer, device=torch.device("cpu"), quiet=True
+            ModelRef(student),
+            recipe.preparation,
+            inputs.tokenizer,
+            quiet=True,
+            device=torch.device("meta" if "fsdp" in recipe.parallel or "tp" in recipe.parallel else "cpu"),
         )
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
@@ -112,7 +116,7 @@ def record_steps(
     parallel_config = parse_parallel(recipe.parallel, accelerator.num_processes).with_mesh(accelerator.device)
     packed = recipe.packing and backbone.enable_packing()
     wrapped, parameters = parallelize(
-        backbone, accelerator, parallel_config, packing=packed, offload=recipe.fsdp_offload
+        backbone, accelerator, parallel_config, packing=packed, offload=recipe.fsdp_offload, weights=student
     )
     packing = parallel_config.length_multiple if packed else 0
     evaluate: Any = dict

@@ -6,6 +6,7 @@ of a few rows at a time with the head.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,11 @@ class BackboneWithHead(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self._logit_transform = self._find_logit_transform()
+        # The same for every model of a configuration; without weights, a random model is tested.
+        self._tested = _random_model(model) if model.device.type == "meta" else None
+        self._logit_transform: LogitTransform | None = (
+            self._tested._logit_transform if self._tested else self._find_logit_transform()
+        )
         self._shard: HeadShard | None = None
         self._packing: str | None = None  # the attention implementation for packed sequences, once found
 
@@ -128,7 +133,12 @@ class BackboneWithHead(nn.Module):
         Tested by forward passes: with xtk's attention by document, then with the model's own attention, which may
         separate documents by position ids.
         """
-        if self._packing is None:
+        if self._tested is not None:
+            self._tested.enable_packing()
+            self._packing, self._tested = self._tested._packing, None
+            if self._packing is not None:
+                self.model.set_attn_implementation(self._packing)
+        elif self._packing is None:
             own, training = self._base_model.config._attn_implementation, self.model.training
             self.model.eval()
             packed_attention.register_attention()
@@ -207,6 +217,17 @@ LOGIT_SCALE_KEYS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
+def _random_model(model: Any) -> BackboneWithHead:
+    """Return a model with the configuration of another one, two layers and random weights."""
+    configuration = copy.deepcopy(model.config)
+    text = configuration.get_text_config()
+    text.num_hidden_layers = min(text.num_hidden_layers, 2)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:2]
+    with torch.random.fork_rng(devices=[]):
+        return BackboneWithHead(type(model)._from_config(configuration, dtype=torch.float32).eval())
+
+
 def _candidate_transforms(configuration: Any) -> list[LogitTransform]:
     configuration = configuration.get_text_config()
     values = [getattr(configuration, name, None) for name in LOGIT_SCALE_KEYS]
@@ -239,7 +260,7 @@ def _split_head(head: Any, *, shared: bool = False) -> tuple[nn.Linear, list[Hea
             ]
             adapters = [HeadAdapter(down.weight, up.weight, *others) for down, up, *others in parts]
         head = head.base_layer
-    if type(head) is not nn.Linear or head.weight.device.type == "meta":
+    if type(head) is not nn.Linear or (head.weight.is_meta and hasattr(head, "_hf_hook")):
         return None
     if type(head.weight) is not nn.Parameter and not (shared and hasattr(head.weight, "to_local")):
         return None

@@ -114,7 +114,7 @@ def _fix_tied_head_flag(model: Any, folder: Path) -> None:
     if not stated:
         return
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and head.weight is not embedding.weight:
+    if head is not None and head.weight is not embedding.weight and not head.weight.is_meta:
         terminal.note_once(
             f"warning: {folder}: config.json has tie_word_embeddings true, but the weights contain a separate output "
             "head; xtk uses the head, other programs may use the embedding"

@@ -62,10 +62,10 @@ def read_weight_index(folder: Path) -> dict[str, str]:
 def read_weight_headers(folder: Path, *, allow_missing: bool = False) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return {name: (safetensors dtype, shape)} of the weights of a model or an adapter; see `weight_files`."""
     files = weight_files(folder, allow_missing=allow_missing)
-    return {name: entry[:2] for path in files for name, entry in _read_header(path).items()}
+    return {name: entry[:2] for path in files for name, entry in read_file_header(path).items()}
 
 
-def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+def read_file_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     """Return {name: (dtype, shape, first byte in the file)}."""
     with path.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
@@ -149,7 +149,7 @@ def read_input_embedding(folder: Path) -> NDArray[np.float32]:
             where=str(folder),
             hint="use a model folder with weights, or another --method, which needs only the tokenizers",
         )
-    entries = [(file, name, *entry) for file in files for name, entry in _read_header(file).items()
+    entries = [(file, name, *entry) for file in files for name, entry in read_file_header(file).items()
                if name.endswith(EMBEDDING_NAMES) and len(entry[1]) == 2]  # fmt: skip
     if not entries:
         raise XtkError(

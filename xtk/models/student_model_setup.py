@@ -15,6 +15,7 @@ from torch import Tensor
 from xtk import terminal
 from xtk.errors import XtkError, require_package
 from xtk.models.causal_lm import check_adapter, check_embedding_rows, load_causal_lm, loading_error
+from xtk.models.deferred_weights import load_without_weights
 from xtk.models.resolver import ModelRef
 from xtk.models.saved_model import add_transformers_4_keys
 from xtk.models.weight_validation import check_adapter_weights
@@ -86,12 +87,16 @@ def load_student(
     Args:
         source: the student before training; its adapter is trained further.
         tokenizer: the student's tokenizer, whose tokens need embedding rows.
+        device: device of the model; meta: it is sharded before `read_model_shards` reads its weights, or it is loaded
+            on the CPU where that is not possible (adapters, new embedding rows, weights that transformers converts).
         checkpoint: folder written by `save_trainable`, from which the run resumes; None: a new run.
         mixed_precision: "bf16" if the model will compute in bf16.
     """
     adapted = bool(config.lora_r or source.adapter)
     folder = source.folder if adapted or checkpoint is None else checkpoint
     base = replace(source, folder=folder, adapter=None, dtype=config.dtype)
+    if device.type == "meta" and (adapted or config.is_quantized or config.resize_vocabulary):
+        device = torch.device("cpu")
     model = _load_base_model(base, config, device, mixed_precision)
     if not adapted and getattr(model, "quantization_method", None):
         raise XtkError(
@@ -156,6 +161,10 @@ def _load_base_model(base: ModelRef, config: StudentModelConfig, device: torch.d
             bnb_4bit_compute_dtype=torch.bfloat16 if narrow else torch.float32,
         )
         options["device_map"] = {"": device}
+    if device.type == "meta":
+        if (model := load_without_weights(base, options)) is not None:
+            return model
+        device = torch.device("cpu")
     try:
         return load_causal_lm(base, device=device, options=options)
     except XtkError as failure:

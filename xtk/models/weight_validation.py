@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xtk.errors import CorruptError
 from xtk.models.safetensors_headers import WeightMismatches, format_names, read_weight_headers
+from xtk.parallel import process_group
 from xtk.parallel.fsdp_and_tensor_parallel import to_local_tensor
 
 _HINT = "copy or download the model again"
@@ -110,8 +111,11 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def check_weights_finite(model: Any, folder: Path) -> None:
-    """Refuse weights with NaN or infinity in their dtype in memory."""
-    if names := non_finite_parameters(model):
+    """Refuse weights with NaN or infinity in their dtype in memory; collective if they are sharded."""
+    names = non_finite_parameters(model)
+    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+        names = sorted(set().union(*process_group.all_gather_object(names)))
+    if names:
         dtype = str(model.get_parameter(names[0]).dtype).removeprefix("torch.")
         raise CorruptError(
             f"the model has weights that are NaN or infinite in {dtype}: {len(names):,} ({format_names(names)})",

@@ -10,8 +10,6 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch
-
 from xtk.errors import Terminated
 from xtk.parallel import process_group
 
@@ -62,7 +60,7 @@ class StopListener:
         elif now - self._received_at > REPEATED_SIGNAL_SECONDS:
             raise Terminated(128 + number)
 
-    def reason(self, device: torch.device, *, by_signals: bool = False) -> str:
+    def reason(self, *, by_signals: bool = False) -> str:
         """Return why all processes stop now, "" if they continue (collective).
 
         Args:
@@ -70,7 +68,7 @@ class StopListener:
         """
         time_is_up = not by_signals and time.monotonic() >= self._deadline
         here = self._signal or (TIME_IS_UP if time_is_up else NO_STOP)
-        highest = process_group.all_reduce_max(here, device)
+        highest = process_group.all_reduce_max(here)
         if highest == NO_STOP:
             return ""
         return "--max-seconds is over" if highest == TIME_IS_UP else signal.Signals(highest).name

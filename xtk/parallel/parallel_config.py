@@ -95,9 +95,9 @@ class ParallelConfig:
         sizes = {"data": self.num_data_shards, "copies": self.num_gradient_replicas}
         return self.mesh is not None and sizes[group_name] > 1
 
-    def all_reduce_max(self, value: int, device: torch.device) -> int:
+    def all_reduce_max(self, value: int) -> int:
         """Return the maximum of an integer over all processes (collective)."""
-        return value if self.mesh is None else process_group.all_reduce_max(value, device)
+        return value if self.mesh is None else process_group.all_reduce_max(value)
 
     def all_reduce_sum_of_host(self, values: NDArray[np.float64], group_name: str, device: torch.device) -> list[float]:
         """Return the sums of values of the host over a group, as in `all_reduce_sum`; one process uses no device."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -30,13 +29,9 @@ PROCESS_LOST_MESSAGES = (
 TIMEOUT_MESSAGES = ("timed out", "timeout")
 
 
-_timeout: timedelta | None = None  # of collectives; None: torch's default
-
-
-def set_timeout(timeout: timedelta) -> None:
-    """Set the timeout of the groups that this module creates."""
-    global _timeout
-    _timeout = timeout
+# Backends of the groups of a run, by the type of its devices: NCCL has no tensors on the CPU, where gradients of
+# offloaded weights and integers of the host are.
+BACKENDS = {"cuda": "cuda:nccl,cpu:gloo", "cpu": "gloo"}
 
 
 def rank() -> int:
@@ -60,22 +55,13 @@ def barrier() -> None:
         torch.distributed.barrier()
 
 
-def all_reduce_max(value: int, device: torch.device) -> int:
+def all_reduce_max(value: int) -> int:
     """Return the maximum of an integer over all processes (collective); it does not wait for work on a GPU."""
     if world_size() == 1:
         return value
     values = torch.tensor(value)
-    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=_host_group(device))
+    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
     return int(values)
-
-
-@functools.cache
-def _host_group(device: torch.device) -> Any:
-    """Return the group of all processes for tensors on the CPU; None: the default group (first call: collective).
-
-    A new group has torch's default timeout, not that of the default group.
-    """
-    return None if device.type == "cpu" else torch.distributed.new_group(backend="gloo", timeout=_timeout)
 
 
 def all_gather_object(value: T) -> list[T]:
@@ -87,15 +73,16 @@ def all_gather_object(value: T) -> list[T]:
     return gathered
 
 
-def init_process_group_after_restart(timeout: timedelta) -> None:
-    """Create the process group under a new store prefix, if torchrun has restarted this process.
+def init_process_group(timeout: timedelta) -> None:
+    """Create the process group of a process that torchrun or Accelerate started; other processes get none.
 
-    torch's agent restarts processes with the old store, which still has the addresses of the ended processes
-    (docs/explanation/decisions.md). On a first start this does nothing: Accelerate creates the group.
+    Accelerate, which would create it with NCCL alone on a GPU, uses an existing group. torch's agent restarts processes
+    with the old store, which still has the addresses of the ended processes (docs/explanation/decisions.md): each start
+    has its own prefix.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or torch.distributed.is_initialized():
+    if "LOCAL_RANK" not in os.environ or torch.distributed.is_initialized():
         return
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     store = TCPStore(
         os.environ["MASTER_ADDR"],
@@ -105,7 +92,7 @@ def init_process_group_after_restart(timeout: timedelta) -> None:
         timeout=timeout,
     )
     torch.distributed.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
+        BACKENDS["cuda" if torch.cuda.is_available() else "cpu"],
         store=PrefixStore(f"start-{attempt}", store),
         rank=here,
         world_size=ranks,

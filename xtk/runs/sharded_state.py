@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import canonical_json, set_default_permissions
+from xtk.models.safetensors_headers import read_file_header, weight_files
+from xtk.models.weight_validation import check_weights_finite
 from xtk.parallel import process_group
 
 HEADER_KEY = "xtk"
@@ -109,6 +111,29 @@ def _contiguous_runs(index: Tensor) -> list[tuple[int, int, int]]:
         return []
     begins = [0, *((index.diff() != 1).nonzero().flatten() + 1).tolist(), len(index)]
     return [(int(index[at]), at, stop - at) for at, stop in itertools.pairwise(begins)]
+
+
+@torch.no_grad()
+def read_model_shards(module: nn.Module, model: Any, folder: Path, device: torch.device) -> None:
+    """Allocate the tensors of a sharded model that has none, and read this process's shards (collective).
+
+    Args:
+        module: the module that is sharded, which contains the model.
+        model: a model that was loaded on the meta device from `folder`.
+    """
+    apply: Any = module._apply
+    apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    files = {name: path for path in weight_files(folder) for name in read_file_header(path)}
+    for name, tensor in model.state_dict().items():
+        if name not in files:  # another name of a tied tensor, which has the same memory
+            continue
+        # Opened for each tensor, because what is read stays in the memory of a process while the file is open.
+        with safe_open(files[name], "pt") as file:
+            stored, shard = file.get_slice(name), local_tensor(tensor)
+            for box, at in local_blocks(name, tensor):
+                origin = (0,) * tensor.ndim
+                shard[at] = (stored[box.slices_within(origin)] if box.size else file.get_tensor(name)).to(shard.device)
+    check_weights_finite(model, folder)
 
 
 class WriteAssignment:

@@ -26,7 +26,7 @@ from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.models.student_model_setup import has_mergeable_adapter, is_peft_model, load_student, save_final_student
 from xtk.name_registry import unknown_name_error
 from xtk.parallel.parallel_config import ParallelConfig, parse_parallel
-from xtk.parallel.process_group import init_process_group_after_restart, report_lost_processes, set_timeout
+from xtk.parallel.process_group import init_process_group, report_lost_processes
 from xtk.runs.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, find_checkpoint, prepare_run_folder
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
@@ -71,19 +71,22 @@ def distill(
         resumed = ResumePoint() if force else find_checkpoint(paths.output, identity, needs_best=keeps_best)
         set_seed(recipe.seed)
         student = _load_student(paths.student, resumed.folder, recipe, inputs, accelerator, layout)
-        _check_student_not_replaced(paths, inputs)
         limits = [limit for limit in (max_context_length(student.model.config), recipe.max_length) if limit]
         limit = min(limits) if limits else None
         documents, sizes = inputs.training_documents(recipe, limit)
         _check_student_options(recipe, paths.online_teachers, layout, is_peft_model(student.model))
         is_packed = _set_up_forward(student, recipe)
+        wrapped, parameters = parallelize(
+            student, accelerator, layout, packing=is_packed, offload=recipe.fsdp_offload,
+            weights=resumed.folder or paths.student.folder,
+        )  # fmt: skip
+        _check_student_not_replaced(paths, inputs)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             prepare_run_folder(paths.output, options or {}, identity, resumed, force=force, evaluation=evaluation)
         accelerator.wait_for_everyone()
         if logging_config.report_to:
             start_trackers(accelerator, paths.output / TRACKERS, resumed.step, identity)
-        wrapped, parameters = parallelize(student, accelerator, layout, packing=is_packed, offload=recipe.fsdp_offload)
         packing_multiple = layout.length_multiple if is_packed else 0
         per_step = recipe.effective_documents_per_step(len(documents), layout.num_data_shards)
         run = TrainingRun(
@@ -231,8 +234,7 @@ def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: Log
         raise XtkError("--teacher does not support --dataloader-num-workers", hint="use --dataloader-num-workers 0")
     torch.set_float32_matmul_precision("highest")  # no TF32: a float32 run is float32
     timeout = timedelta(seconds=logging_config.ddp_timeout)
-    set_timeout(timeout)
-    init_process_group_after_restart(timeout)
+    init_process_group(timeout)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision=recipe.mixed_precision,
@@ -269,16 +271,18 @@ def _load_student(
     accelerator: Any,
     layout: ParallelConfig,
 ) -> BackboneWithHead:
-    """Return the student, unsharded, split into backbone and output head."""
+    """Return the student, unsharded, split into backbone and output head; without weights if they are read later."""
     model = load_student(
         source,
         recipe.preparation,
         inputs.tokenizer,
         checkpoint=checkpoint,
-        # With sharding, each process's shard moves to its device later.
-        device=torch.device("cpu") if layout.is_sharded else accelerator.device,
+        # With sharding, each process reads its shard later.
+        device=torch.device("meta") if layout.is_sharded else accelerator.device,
         mixed_precision=recipe.mixed_precision,
     )
+    if layout.is_sharded and model.device.type != "meta":
+        terminal.note("distill: every process loads all weights of the student, then keeps its shard")
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return BackboneWithHead(model)

@@ -133,7 +133,7 @@ class HeldOutEvaluator:
         ]
         windows = group_by_tokens([len(window.ids) for window in overflow], BATCH_TOKENS, padded=not packing_multiple)
         self._overflow = [self._overflow_batch([overflow[at] for at in group]) for group in windows]
-        self._passes = [parallel.all_reduce_max(len(some), device) for some in (self._groups, self._overflow)]
+        self._passes = [parallel.all_reduce_max(len(some)) for some in (self._groups, self._overflow)]
         self._bytes = float(
             parallel.all_reduce_sum(torch.tensor(float(read), dtype=torch.float64, device=device), "data")
         )

@@ -220,9 +220,7 @@ class OnPolicyLoop(TeacherBlocks):
             started = time.monotonic()
             self._generate_rollouts(block, folder, is_current=steps.start <= block.start)
             generated = time.monotonic()
-            if stop_listener.reason(self._accelerator.device, by_signals=True) or not self.score_block(
-                block, stop_listener, folder
-            ):
+            if stop_listener.reason(by_signals=True) or not self.score_block(block, stop_listener, folder):
                 return
             self.generation_seconds += generated - started
             yield range(max(block.start, steps.start), block.stop)

@@ -261,7 +261,7 @@ class TeacherBlocks:
                     stored.write(own[turn], documents)
                     result = own[turn], [(without_bytes(one.tokens), one.stored_logprobs) for one in documents]
                 # Processes exchange results after each part: idle ones wait for one part, not until a timeout.
-                if stop.reason(accelerator.device, by_signals=True):
+                if stop.reason(by_signals=True):
                     return False
                 for part, rows in filter(None, process_group.all_gather_object(result)):
                     teacher.keep(

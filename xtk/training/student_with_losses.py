@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from xtk.models.packed_attention import PackedSequence
 from xtk.parallel.fsdp_and_tensor_parallel import apply_fsdp
 from xtk.parallel.host_to_device import to_device
 from xtk.parallel.parallel_config import ParallelConfig
+from xtk.runs.sharded_state import read_model_shards
 
 # Gets the states [n, H] of this process in a forward pass, while weights are gathered; their indices [n] in
 # `loss_positions`; and the output head.
@@ -115,7 +117,13 @@ def predicted_tokens(batch: MicroBatch | TokenBatch) -> NDArray[np.int64]:
 
 
 def parallelize(
-    student_model: BackboneWithHead, accelerator: Any, parallel: ParallelConfig, *, packing: bool, offload: bool = False
+    student_model: BackboneWithHead,
+    accelerator: Any,
+    parallel: ParallelConfig,
+    *,
+    packing: bool,
+    offload: bool = False,
+    weights: Path | None = None,
 ) -> tuple[nn.Module, list[nn.Parameter]]:
     """Return the student wrapped for its parallel layout, on its devices, and its trainable parameters.
 
@@ -123,6 +131,7 @@ def parallelize(
         student_model: the student, unsharded, the same in every process.
         packing: whether documents are packed; required for context parallel.
         offload: keep sharded weights and optimizer state in CPU memory (FSDP offload).
+        weights: folder of the weights of a student on the meta device.
     """
     if parallel.cp > 1 and not (packing and student_model.enable_packing() and student_model.supports_context_parallel):
         raise XtkError(
@@ -150,6 +159,10 @@ def parallelize(
             student_model.apply_tensor_parallel(parallel.mesh["tp"])
         mesh = parallel.mesh["dp", "shards"] if parallel.dp > 1 else parallel.mesh["shards"]
         apply_fsdp(student, student_model.model, mesh, bf16=accelerator.mixed_precision == "bf16", cpu_offload=offload)
+        if student_model.model.device.type == "meta":
+            assert weights is not None
+            device = torch.device("cpu") if offload else accelerator.device
+            read_model_shards(student, student_model.model, weights, device)
         model: nn.Module = student
     else:
         model = accelerator.prepare_model(student)

@@ -148,7 +148,7 @@ class _TrainingLoop:
                     self._stop_before(steps, stop)
                 losses, is_last = self._train_step(steps, micro_batches)
                 steps += 1
-                stopped = stop.reason(run.accelerator.device)
+                stopped = stop.reason()
                 if (_saves_at(run, steps) or stopped) and not is_last:
                     with self.meter.exclude_from_rate():
                         self._save(steps)
@@ -165,7 +165,7 @@ class _TrainingLoop:
         """End a run that was stopped while online teachers scored the documents of a step (collective)."""
         if step > self.saved_step:
             self._save(step)
-        _raise_stopped(self.run, step, stop.reason(self.run.accelerator.device, by_signals=True))
+        _raise_stopped(self.run, step, stop.reason(by_signals=True))
 
     def _train_step(self, step: int, micro_batches: list[MicroBatch]) -> tuple[dict[str, float], bool]:
         """Take a step (counted from 0), evaluate and log if due; return its losses, and whether it is the last."""
@@ -265,7 +265,7 @@ class _TrainingLoop:
 def _check_finite_weights(run: TrainingRun, where: str) -> None:
     """Raise XtkError if weights are NaN or infinite, which later steps cannot repair (collective)."""
     names = non_finite_parameters(run.student.model)
-    if run.parallel.all_reduce_max(int(bool(names)), run.accelerator.device):
+    if run.parallel.all_reduce_max(int(bool(names))):
         affected = f"{len(names):,} tensors ({format_names(names)})" if names else "in another process"
         raise XtkError(
             f"the student has weights that are NaN or infinite: {affected}",
