@@ -25,6 +25,7 @@ from xtk.models.precision import describe_device
 from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.models.student_model_setup import has_mergeable_adapter, is_peft_model, load_student, save_final_student
 from xtk.name_registry import unknown_name_error
+from xtk.parallel import process_group
 from xtk.parallel.parallel_config import ParallelConfig, parse_parallel
 from xtk.parallel.process_group import init_process_group, report_lost_processes
 from xtk.runs.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, find_checkpoint, prepare_run_folder
@@ -59,10 +60,10 @@ def distill(
     evaluation = evaluation_identity(inputs, logging_config)
     keeps_best = recipe.early_stopping_patience > 0
     with contextlib.ExitStack() as held:
-        accelerator.wait_for_everyone()
+        process_group.barrier()
         if accelerator.is_main_process:
             held.enter_context(writer_lock(paths.output, "student"))
-        accelerator.wait_for_everyone()
+        process_group.barrier()
         finished = Output(paths.output, RUN_FOLDER, force=force).find_finished(identity)
         if not force:
             check_evaluation(paths.output, evaluation, is_finished=finished is not None)
@@ -77,10 +78,10 @@ def distill(
         documents, sizes = inputs.training_documents(recipe, limit)
         _check_student_options(recipe, paths.online_teachers, layout, is_peft_model(student.model))
         is_packed = _set_up_forward(student, recipe)
-        accelerator.wait_for_everyone()
+        process_group.barrier()
         if accelerator.is_main_process:
             prepare_run_folder(paths.output, options or {}, identity, resumed, force=force, evaluation=evaluation)
-        accelerator.wait_for_everyone()
+        process_group.barrier()
         if logging_config.report_to:
             start_trackers(accelerator, paths.output / TRACKERS, resumed.step, identity)
         wrapped, parameters = parallelize(student, accelerator, layout, packing=is_packed, offload=recipe.fsdp_offload)

@@ -112,6 +112,7 @@ class StudentGenerator:
             else self._open_generator(config, student)
         )
         self._asleep = self._has_scored = False
+        process_group.barrier()  # the main process may have started an engine for all
 
     def _open_generator(self, config: BackendConfig, student: BackboneWithHead) -> Generator:
         if self.uses_training_model:
