@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
 
 from xtk import terminal
 from xtk.batches.batch_prefetch import report_killed_workers
@@ -238,7 +238,10 @@ def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: Log
         mixed_precision=recipe.mixed_precision,
         log_with=list(logging_config.report_to) or None,
         project_dir=str(paths.output / TRACKERS) if logging_config.report_to else None,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timeout),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # one copy of the gradients, not two
+        ],
     )
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):
