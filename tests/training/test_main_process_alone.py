@@ -30,9 +30,8 @@ from xtk.training.on_policy_config import OnPolicyConfig
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 TIMEOUT_SECONDS, BUSY_SECONDS = 5, 13
-WORK = {"rewards": None, "teacher": (OnlineTeacher, "score"), "files": (transformers.LlamaForCausalLM, "save_pretrained"),
-        "merge": (transformers.LlamaForCausalLM, "save_pretrained")}  # fmt: skip
-
+WRITING = (transformers.LlamaForCausalLM, "save_pretrained")
+WORK = {"rewards": None, "teacher": (OnlineTeacher, "score"), "files": WRITING, "merge": WRITING}
 REWARD = f"""
 import os, time
 
