@@ -30,7 +30,7 @@ FLOORS = [
     ("cache",
      "teacher caches: shards, reader, writer, manifest, statistics; `codec/` alone knows the bits",
      5_510),
-    ("parallel", "process groups, layouts, launch, sharding, copies between host and GPU", 710),
+    ("parallel", "process groups, layouts, launch, sharding, copies between host and GPU", 735),
     ("models", "loading, backbone and output head, packed attention, fingerprints, GGUF", 2_900),  # to reach: 2,600
     ("engines",
      "worker processes, HTTP clients and vLLM settings that teachers and generation share",
@@ -48,7 +48,7 @@ FLOORS = [
     ("evaluation", "bits per byte, answers scored by rewards, lm-evaluation-harness", 2_050),  # to reach: 1,900
     ("training",
      "`distill`: configuration, loop, step, on-policy, held-out; `kinds/`: the four kinds of runs",
-     3_890),
+     3_940),
     ("publish", "a finished student as a model folder, GGUF file or repository of the hub", 400),
     ("transplant",
      "another tokenizer for a model: rows of embedding and head, pruned vocabularies",

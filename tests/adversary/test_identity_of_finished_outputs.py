@@ -161,6 +161,18 @@ def test_hash_of_a_large_file_is_stored_until_it_changes_and_needs_no_cache_fold
     first_hash = hash_folder()
     assert hash_folder() == first_hash
     assert len(hashed_files) == 1
+    status = Path.stat
+
+    def stat_of_another_mount(path: Path, **options: bool) -> os.stat_result:
+        fields = list(status(path, **options).__reduce__()[1][0])
+        named = status(path, **options).__reduce__()[1][1]
+        fields[2] += 1  # st_dev
+        return os.stat_result(fields, named)
+
+    with monkeypatch.context() as other_machine:
+        other_machine.setattr(Path, "stat", stat_of_another_mount)
+        assert hash_folder() == first_hash
+    assert len(hashed_files) == 1
     times = file.stat()
     file.write_bytes(b"a" * 999 + b"b")
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))

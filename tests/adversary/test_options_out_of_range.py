@@ -29,6 +29,13 @@ def test_missing_device_is_refused():
         parse_devices("teacher=7")
 
 
+def test_a_device_on_which_the_student_trains_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert parse_devices("rollout=2+3", 2)["rollout"] == (2, 3)
+    with pytest.raises(XtkError, match="the student trains on device 2"):
+        parse_devices("rollout=2+3", 4)
+
+
 @pytest.mark.parametrize("seed", [-1, 2**63, 10**20])
 def test_seed_out_of_range_is_refused(seed):
     with pytest.raises(XtkError, match=f"--seed is {seed}, but must be from 0 to 9223372036854775807"):

@@ -364,8 +364,6 @@ def test_memory_estimates_with_lora_accumulation_and_parallelism(pair, corpus):
     sharded = estimate_training_memory(doctor_inputs(pair, corpus, parallel=parse_parallel("fsdp=4", 4)))
     assert sharded.bytes_by_purpose["weights"] == weights // 4
     assert sharded.bytes_by_purpose["gathered weights"] > 0
-    replicas = estimate_training_memory(doctor_inputs(pair, corpus, parallel=parse_parallel("", 2)))
-    assert replicas.bytes_by_purpose["DDP buckets"] == sizes.trained_weights
     huge = doctor_inputs(pair, None, max_batch_tokens=0, per_device_train_batch_size=10**9)
     assert found(memory(huge), "error", "distill").hint
 

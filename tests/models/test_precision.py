@@ -71,6 +71,15 @@ def test_a_student_trains_in_bf16_with_a_token_budget_on_a_gpu(gpu):
     assert config.mixed_precision == "bf16"
 
 
+def test_the_precision_of_accelerate_launch_is_used_unless_the_command_has_one(monkeypatch):
+    losses = tuple(parse_losses(["ce"]))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert TrainConfig(losses=losses).mixed_precision == "bf16"
+    assert TrainConfig(losses=losses, mixed_precision="no").mixed_precision == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert TrainConfig(losses=losses).mixed_precision == "no"
+
+
 def test_a_gpu_without_bf16_trains_in_float32(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     config = TrainConfig(losses=tuple(parse_losses(["ce"])))

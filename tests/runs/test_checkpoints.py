@@ -139,3 +139,14 @@ def test_checkpoint_of_a_cpu_is_read_by_a_process_with_a_gpu(tmp_path, monkeypat
     run = TrainingSetup(tmp_path / "alone" / "checkpoint-3", "dp")
     assert run.saver.load(tmp_path / "alone" / "checkpoint-3", 0)["step"] == 3
     assert restored.keys() == {"cpu"}
+
+
+def test_weights_for_an_engine_are_written_in_its_dtype(tmp_path):
+    checkpoint_processes.make_models(tmp_path)
+    run = TrainingSetup(tmp_path / "untied", "dp")
+    run.saver.write_student(tmp_path / "weights", dtype=torch.bfloat16)
+    written = load_file(tmp_path / "weights" / "model.safetensors")
+    for name, weight in run.parameters.items():
+        expected = weight.detach().to(torch.bfloat16 if weight.ndim > 1 else torch.float32)
+        assert written[name].dtype == expected.dtype
+        assert torch.equal(written[name], expected)

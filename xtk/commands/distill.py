@@ -121,11 +121,11 @@ def read_configs(
     from xtk.losses import AUTO_LOSS
     from xtk.losses.spec import parse_losses
     from xtk.models.student_model_setup import StudentModelConfig
-    from xtk.parallel.parallel_config import parse_devices
+    from xtk.parallel.parallel_config import num_training_gpus, parse_devices
     from xtk.training.task_evaluation import parse_eval_tasks
     from xtk.training.train_config import LoggingConfig, TrainConfig
 
-    devices = parse_devices(options.devices)
+    devices = parse_devices(options.devices, num_training_gpus(options.num_processes))
     if devices["rollout"] and not isinstance(options, OnPolicyDistillOptions):
         raise XtkError(
             "only xtk distill-on-policy has --devices rollout=...", hint="name only teachers: --devices teacher=..."

@@ -217,7 +217,6 @@ def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
         AdamW=2 * trained,
         gradients_and_activations=peak,
         gathered_weights=2 * sizes.largest_block if layout.fsdp * layout.cp > 1 and layout.is_sharded else 0,
-        DDP_buckets=trained if layout.num_gradient_replicas > 1 and not layout.is_sharded else 0,
         # The model is loaded again at the end, where a pass was.
         adapter_merging=max(0, sizes.weights - peak) if merges else 0,
         EMA=4 * sizes.trained_weights // {"float32": 4}.get(plan.dtype, 2) // shards if plan.ema_decay else 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -37,10 +38,11 @@ def resolve_dtype(dtype: str, folder: Path | None) -> str:
 
 
 def resolve_mixed_precision(mixed_precision: str) -> str:
-    """Return a value of `--mixed-precision`: for "auto", "bf16" on a GPU with bf16, else "no"."""
+    """Return a value of `--mixed-precision`: for "auto", "bf16" on a GPU with bf16 or if Accelerate asks for it."""
     if mixed_precision != AUTO:
         return mixed_precision
-    return "bf16" if has_bf16_gpu() else "no"
+    # `accelerate launch` sets the variable, to "no" if its user chose nothing.
+    return "bf16" if has_bf16_gpu() or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" else "no"
 
 
 def resolve_compute_dtype(dtype: str, mixed_precision: str, student_dtype: str) -> str:

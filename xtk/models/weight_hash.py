@@ -50,7 +50,8 @@ def hash_weights(folder: Path) -> str:
 
 def _hash_of_file(file: Path) -> str:
     status = file.stat()
-    version = f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+    # Without the device, whose number differs between machines that mount the same storage.
+    version = f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
     return _hash_of_version(file.resolve(), version, status.st_size)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -165,8 +166,17 @@ _DEVICE = Option("index of a device", min=0)
 DEVICE_ROLES = {"rollout": "the rollout engine", "teacher": "the online teachers"}
 
 
-def parse_devices(text: str) -> dict[str, tuple[int, ...]]:
-    """Return the GPUs of each role in a --devices value such as `rollout=2+3,teacher=1`; (): those of the student."""
+def num_training_gpus(num_processes: int) -> int:
+    """Return the number of this machine's GPUs on which the processes of a run train, one each, from GPU 0."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)) if torch.cuda.is_available() else 0
+
+
+def parse_devices(text: str, num_own: int = 0) -> dict[str, tuple[int, ...]]:
+    """Return the GPUs of each role in a --devices value such as `rollout=2+3,teacher=1`; (): those of the student.
+
+    Args:
+        num_own: of `num_training_gpus`.
+    """
     devices: dict[str, tuple[int, ...]] = dict.fromkeys(DEVICE_ROLES, ())
     where = f"--devices {text}"
     for role, value in parse_pairs(text, where, DEVICE_ROLES, noun="role of --devices"):
@@ -185,5 +195,10 @@ def parse_devices(text: str) -> dict[str, tuple[int, ...]]:
         raise XtkError(
             f"--devices {text}: this machine has no device {max(taken)}",
             hint=f"use indices from 0 to {available - 1}; this machine has {available} device(s)",
+        )
+    if min(taken, default=num_own) < num_own:
+        raise XtkError(
+            f"--devices {text}: the student trains on device {min(taken)}",
+            hint=f"use indices from {num_own}, or omit the role, which then takes turns with the student",
         )
     return devices

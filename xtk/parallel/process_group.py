@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -28,6 +30,9 @@ PROCESS_LOST_MESSAGES = (
 )
 TIMEOUT_MESSAGES = ("timed out", "timeout")
 
+MAX_WAIT_SECONDS = 24 * 3600  # for the first process while it works alone
+_waits = itertools.count()
+
 
 # Backends of the groups of a run, by the type of its devices: NCCL has no tensors on the CPU, where gradients of
 # offloaded weights and integers of the host are.
@@ -49,10 +54,29 @@ def is_main_process() -> bool:
     return rank() == 0
 
 
+def wait_for_main_process() -> None:
+    """Wait up to `MAX_WAIT_SECONDS` until rank 0 calls this function, which it leaves at once (collective).
+
+    While rank 0 generates, writes or starts an engine alone, the others must not wait in a collective of torch, which
+    ends the run after `--ddp-timeout`. They read the store again and again instead: a wait would lock it.
+    """
+    if world_size() == 1:
+        return
+    store, key = torch.distributed.distributed_c10d._get_default_store(), f"xtk-main-process-{next(_waits)}"
+    if is_main_process():
+        store.set(key, "")
+        return
+    started = time.monotonic()
+    while not store.check([key]):
+        if (waited := time.monotonic() - started) > MAX_WAIT_SECONDS:
+            raise XtkError(f"the first process of this run has not responded for {MAX_WAIT_SECONDS // 3600} hours")
+        time.sleep(min(1.0, 0.001 + waited / 10))
+
+
 def barrier() -> None:
-    """Wait until all processes have called this function."""
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+    """Wait until all processes have called this function; only the wait for rank 0 may exceed the timeout."""
+    wait_for_main_process()
+    all_reduce_max(0)
 
 
 def all_reduce_max(value: int) -> int:
@@ -65,9 +89,10 @@ def all_reduce_max(value: int) -> int:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Return the values of all processes, by rank (collective)."""
+    """Return the values of all processes, by rank (collective); only the wait for rank 0 may exceed the timeout."""
     if world_size() == 1:
         return [value]
+    wait_for_main_process()
     gathered: list[Any] = [None] * world_size()
     torch.distributed.all_gather_object(gathered, value)
     return gathered

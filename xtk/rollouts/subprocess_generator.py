@@ -128,11 +128,20 @@ def serve_generator(pipe: Connection) -> None:
 @contextlib.contextmanager
 def _folder_for(size: int) -> Iterator[Path]:
     """Yield a temporary folder for `size` bytes, in shared memory if twice as many are free, and remove it."""
-    place = tempfile.gettempdir()
-    if shared_memory_is_writable() and shutil.disk_usage(SHARED_MEMORY).free > 2 * size:
-        place = str(SHARED_MEMORY)
-    with tempfile.TemporaryDirectory(prefix=f"{WEIGHTS_FOLDER_PREFIX}{os.getpid()}-", dir=place) as folder:
+    with folder_in_shared_memory(size) or tempfile.TemporaryDirectory(prefix=WEIGHTS_FOLDER_PREFIX) as folder:
         yield Path(folder)
+
+
+def folder_in_shared_memory(size: int) -> tempfile.TemporaryDirectory[str] | None:
+    """Return a temporary folder in shared memory for `size` bytes; None: fewer than twice as many are free.
+
+    If this process is killed, the next `SubprocessGenerator` of the machine removes it.
+    """
+    if not SHARED_MEMORY.is_dir() or not shared_memory_is_writable():
+        return None
+    if shutil.disk_usage(SHARED_MEMORY).free <= 2 * size:
+        return None
+    return tempfile.TemporaryDirectory(prefix=f"{WEIGHTS_FOLDER_PREFIX}{os.getpid()}-", dir=SHARED_MEMORY)
 
 
 def _remove_stale_weights_folders() -> None:

@@ -109,7 +109,9 @@ class VllmGenerator(Generator):
                 save_weights(weights, Path(folder))
                 self.update_weights(folder)
             return
-        self._weights_missing = False
+        if self._weights_missing:  # after a sleep: the new weights are loaded before the memory of the cache is taken
+            self._engine.llm.wake_up(tags=["kv_cache"])
+            self._weights_missing = False
         self._reset_prefix_cache()
 
     def sleep(self) -> None:
@@ -119,9 +121,9 @@ class VllmGenerator(Generator):
             self._asleep = self._weights_missing = True
 
     def wake_up(self) -> None:
-        """Take the memory again; after a `sleep` that freed the weights, call `update_weights` next."""
+        """Take the memory of the weights again; call `update_weights` next, which takes that of the cache."""
         if self._asleep:
-            self._engine.llm.wake_up()
+            self._engine.llm.wake_up(tags=["weights"])
             self._asleep = False
 
     def close(self) -> None:

@@ -222,15 +222,21 @@ class CheckpointSaver:
             pieces.append((TensorBlock(kept_as, (0,), tuple(numbers.shape)), numbers))
         write_sharded_state(path, pieces, shapes, {"trained": sorted(self._trained)})
 
-    def write_model(self, folder: Path) -> None:
-        """Write weights, configuration and unchanged tokenizer files, from the main process (collective)."""
+    def write_model(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Write weights, configuration and unchanged tokenizer files, from the main process (collective).
+
+        Args:
+            dtype: dtype of the written matrices; None: that of training.
+        """
         full: dict[str, Tensor] = {}
         gathered: dict[int, Tensor] = {}  # by identity: tied weights stay one tensor
         for name, tensor in self._weights.items():
             if not isinstance(tensor, Tensor) or not self._is_saved(name):
                 continue
             if id(tensor) not in gathered:
-                gathered[id(tensor)] = _gather_to_cpu(tensor.detach())
+                # Vectors stay: routing biases and the like, for which engines use float32.
+                is_cast = dtype is not None and tensor.is_floating_point() and tensor.ndim > 1
+                gathered[id(tensor)] = _gather_to_cpu(tensor.detach()).to(dtype if is_cast else tensor.dtype)
             if process_group.is_main_process():
                 full[name] = gathered[id(tensor)]
         if not process_group.is_main_process():
@@ -292,12 +298,13 @@ class CheckpointSaver:
                 _remove_run_subfolder(path)
         process_group.barrier()
 
-    def write_student(self, folder: Path, best_folder: Path | None = None) -> None:
+    def write_student(self, folder: Path, best_folder: Path | None = None, dtype: torch.dtype | None = None) -> None:
         """Write the student into a new folder, with adapters merged into its weights (collective).
 
         Args:
             folder: the output; an existing folder is removed.
             best_folder: a folder of `write_best`; None: write the current weights.
+            dtype: as for `write_model`, for current weights without an adapter.
 
         Raises:
             CorruptError: a file of `best_folder` does not match its checksum.
@@ -313,7 +320,7 @@ class CheckpointSaver:
             else:
                 place.mkdir()
         if best_folder is None:
-            self.write_model(place)
+            self.write_model(place, None if self._merge else dtype)
         if process_group.is_main_process() and self._merge:
             folder.mkdir()
             self._merge(adapter, folder)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from xtk.cache.teacher_logprobs import StoredLogprobs
@@ -32,10 +33,11 @@ RESERVED_OPTIONS = {"model": "TEACHER", "tokenizer": "TEACHER", "max_logprobs": 
 MODEL_CHANGING_OPTIONS = frozenset(
     {"quantization", "quantization_config", "hf_overrides", "kv_cache_dtype", "load_format", "model_impl", "revision"}
 )
-# vLLM computes the log-probabilities of a chunk of a prompt at once, U columns in the model's dtype and in float32, in
-# addition to the memory that its profiling accounts for.
+# vLLM computes the log-probabilities of the prompt tokens of a pass at once (on a GPU 1,024 rows at a time), U columns
+# in the model's dtype and in float32, in addition to the memory that its profiling accounts for.
 TRANSIENT_BYTES = 2 << 30
 BYTES_PER_LOGIT = 8
+GPU_TOKENS = 8192
 MAX_PROMPTS = 128  # maximum concurrent prompts; vLLM reserves memory for them
 MAX_ENTRIES_PER_CALL = 4 << 20  # vLLM keeps about 100 bytes for each entry until the call returns
 
@@ -151,7 +153,10 @@ def _engine_settings(request: TeacherConfig, top_k: int) -> dict[str, Any]:
     ):  # so that vLLM reserves no memory for longer prompts; one is generated
         context = max_context_length(load_model_config(request.model))
         length = {"max_model_len": min(longest + 1, context or longest)}
-    tokens = max(1, min(request.batch_tokens, TRANSIENT_BYTES // (request.tokenizer.embedding_rows * BYTES_PER_LOGIT)))
+    limit = TRANSIENT_BYTES // (request.tokenizer.embedding_rows * BYTES_PER_LOGIT)
+    if torch.cuda.is_available():
+        limit = max(limit, GPU_TOKENS)
+    tokens = max(1, min(request.batch_tokens, limit))
     return {
         "skip_tokenizer_init": True,  # inputs and outputs are token ids
         "max_logprobs": top_k,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
 
 from xtk import terminal
 from xtk.batches.batch_prefetch import report_killed_workers
@@ -25,6 +25,7 @@ from xtk.models.precision import describe_device
 from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.models.student_model_setup import has_mergeable_adapter, is_peft_model, load_student, save_final_student
 from xtk.name_registry import unknown_name_error
+from xtk.parallel import process_group
 from xtk.parallel.parallel_config import ParallelConfig, parse_parallel
 from xtk.parallel.process_group import init_process_group, report_lost_processes
 from xtk.runs.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, find_checkpoint, prepare_run_folder
@@ -59,10 +60,10 @@ def distill(
     evaluation = evaluation_identity(inputs, logging_config)
     keeps_best = recipe.early_stopping_patience > 0
     with contextlib.ExitStack() as held:
-        accelerator.wait_for_everyone()
+        process_group.barrier()
         if accelerator.is_main_process:
             held.enter_context(writer_lock(paths.output, "student"))
-        accelerator.wait_for_everyone()
+        process_group.barrier()
         finished = Output(paths.output, RUN_FOLDER, force=force).find_finished(identity)
         if not force:
             check_evaluation(paths.output, evaluation, is_finished=finished is not None)
@@ -81,10 +82,10 @@ def distill(
             weights=resumed.folder or paths.student.folder,
         )  # fmt: skip
         _check_student_not_replaced(paths, inputs)
-        accelerator.wait_for_everyone()
+        process_group.barrier()
         if accelerator.is_main_process:
             prepare_run_folder(paths.output, options or {}, identity, resumed, force=force, evaluation=evaluation)
-        accelerator.wait_for_everyone()
+        process_group.barrier()
         if logging_config.report_to:
             start_trackers(accelerator, paths.output / TRACKERS, resumed.step, identity)
         packing_multiple = layout.length_multiple if is_packed else 0
@@ -240,7 +241,10 @@ def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: Log
         mixed_precision=recipe.mixed_precision,
         log_with=list(logging_config.report_to) or None,
         project_dir=str(paths.output / TRACKERS) if logging_config.report_to else None,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timeout),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # one copy of the gradients, not two
+        ],
     )
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):

@@ -23,6 +23,7 @@ from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import read_json, sha256, write_json
 from xtk.files.run_names import CHECKPOINT, list_checkpoints
+from xtk.parallel import process_group
 from xtk.parallel.graceful_stop import StopListener
 from xtk.projection.projection import SparseProjection
 from xtk.rollouts.rollout_record import Prompt, Rollout
@@ -264,7 +265,7 @@ class OnPolicyLoop(TeacherBlocks):
             for number, folder in self._stored_batches():
                 if number * self.size > start:
                     remove_rollout_batch(folder)
-        self._accelerator.wait_for_everyone()
+        process_group.barrier()
 
     def _remove_saved_batches(self) -> None:
         """Remove rollout batches before the last checkpoint, except those that contain an earlier checkpoint."""
@@ -291,7 +292,7 @@ class OnPolicyLoop(TeacherBlocks):
                 epochs.setdefault(prompt, epoch)
         rank, ranks = accelerator.process_index, accelerator.num_processes
         stored = complete_rollout_files(folder)
-        accelerator.wait_for_everyone()  # all processes list the files before one writes
+        process_group.barrier()  # all processes list the files before one writes
         if stored is None and epochs and block.start < self._first_step:
             raise CorruptError(
                 f"the run resumes after step {self._first_step:,}, but the stored rollouts of steps "
@@ -315,7 +316,7 @@ class OnPolicyLoop(TeacherBlocks):
             _refuse_missing_rollouts(own, rollouts)
             if rank is not None:
                 write_rollouts(folder / rollout_file_name(rank, ranks), rollouts, self._fingerprint)
-        accelerator.wait_for_everyone()
+        process_group.barrier()
         parts = stored or complete_rollout_files(folder) or []
         stored_rollouts = self._read_batch(parts, block)
         size = on_policy.num_generations

@@ -234,7 +234,7 @@ class TeacherBlocks:
         """Score the parts of a block with one teacher; False: stopped by a signal."""
         accelerator, teacher, source = self._accelerator, self._source.online_teachers[number], self._source
         complete = stored.read()
-        accelerator.wait_for_everyone()  # all processes read the files before one writes
+        process_group.barrier()  # all processes read the files before one writes
         for part, documents in complete.items():
             teacher.keep(pair for pair in zip(parts[part], documents, strict=True) if pair[0] in wanted)
         own, of_first = (
@@ -261,14 +261,14 @@ class TeacherBlocks:
                     stored.write(own[turn], documents)
                     result = own[turn], [(without_bytes(one.tokens), one.stored_logprobs) for one in documents]
                 # Processes exchange results after each part: idle ones wait for one part, not until a timeout.
-                if stop.reason(by_signals=True):
-                    return False
                 for part, rows in filter(None, process_group.all_gather_object(result)):
                     teacher.keep(
                         (at, TeacherDocument(source.document(at), teacher.tokens_as_stored(tokens), logprobs))
                         for at, (tokens, logprobs) in zip(parts[part], rows, strict=True)
                         if at in wanted
                     )
+                if stop.reason(by_signals=True):
+                    return False
         teacher.release_device()
         return True
 

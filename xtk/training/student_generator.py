@@ -9,9 +9,10 @@ import contextlib
 import gc
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,14 @@ from xtk.rollouts.generator_interface import Generator
 from xtk.rollouts.prompts import tokenize_prompts
 from xtk.rollouts.rollout_generation import generate_rollouts
 from xtk.rollouts.rollout_record import Prompt, Rollout
-from xtk.rollouts.subprocess_generator import SubprocessGenerator
+from xtk.rollouts.subprocess_generator import SubprocessGenerator, folder_in_shared_memory
 from xtk.subprocesses import cuda_visible_devices
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.on_policy_config import OnPolicyConfig
 from xtk.training.student_with_losses import TokenBatch, forward_student, reshard_weights
 
 WEIGHTS_FOLDER = f"{TEMPORARY_PREFIX}weights"
+SHARED_DEVICE_PART = 0.3  # of the device's memory, for vLLM's weights and cache; vLLM's own default is 0.92
 
 
 def check_generation_backend(on_policy: OnPolicyConfig, parallel: ParallelConfig) -> None:
@@ -67,6 +69,12 @@ def check_engine_can_load(on_policy: OnPolicyConfig, student: StudentModelConfig
     )
 
 
+def engine_beside_student(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return engine options with a limit of its memory, unless they have one: the student is on the same device."""
+    has_limit = engine.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"}
+    return dict(engine) if has_limit else {**engine, "gpu_memory_utilization": SHARED_DEVICE_PART}
+
+
 class StudentGenerator:
     """Generates rollouts with the current student; each process of a run has one.
 
@@ -76,7 +84,7 @@ class StudentGenerator:
 
     Args:
         student: the student's model; unsharded for the transformers backend.
-        save_weights: writes the student's current weights into a folder (collective).
+        save_weights: writes the student's current weights into a folder, in a dtype or its own (collective).
 
     Attributes:
         uses_training_model: whether it generates with the model in training itself, not with a copy of its weights.
@@ -89,14 +97,16 @@ class StudentGenerator:
         tokenizer: Tokenizer,
         student: BackboneWithHead,
         config: BackendConfig,
-        save_weights: Callable[[Path], None],
+        save_weights: Callable[[Path, torch.dtype | None], None],
         output: Path,
         *,
         mixed_precision: str,
         seed: int,
     ) -> None:
         self._on_policy, self._tokenizer, self._device = on_policy, tokenizer, student.model.device
-        self._save, self._folder = save_weights, output / WEIGHTS_FOLDER
+        self._save, self._run_folder = save_weights, output / WEIGHTS_FOLDER
+        self._shared: TemporaryDirectory[str] | None = None  # of the main process
+        self._num_bytes = 4 * sum(weight.numel() for weight in student.model.parameters())
         self._precision, self._seed = mixed_precision, seed
         self._rewards = WeightedRewards(on_policy.rewards) if on_policy.rewards else None
         self._environment = load_environment(on_policy.environment) if on_policy.environment else None
@@ -112,12 +122,17 @@ class StudentGenerator:
             else self._open_generator(config, student)
         )
         self._asleep = self._has_scored = False
+        process_group.barrier()  # the main process may have started an engine for all
 
     def _open_generator(self, config: BackendConfig, student: BackboneWithHead) -> Generator:
         if self.uses_training_model:
             return self._backend.open(replace(config, options={"model": student.model}))
         if not self._in_subprocess:
             return self._backend.open(config)
+        if self._shares_device:
+            config = replace(
+                config, options={**config.options, "engine": engine_beside_student(self._on_policy.engine)}
+            )
         devices = list(self._on_policy.devices)
         if self._shares_device and process_group.world_size() > 1:  # an engine takes the first device that it sees
             devices = [torch.cuda.current_device() if self._device.index is None else self._device.index]
@@ -171,12 +186,13 @@ class StudentGenerator:
         if not step and not self._asleep and not self._backend.uses_servers and not self._has_adapter:
             return
         self._asleep = False
-        self._save(self._folder)
+        weights = self._new_weights_folder() / "weights"
+        self._save(weights, None if self._backend.uses_servers else getattr(torch, self._on_policy.dtype))
         if process_group.is_main_process():
-            write_tied_head(self._folder)
+            write_tied_head(weights)
         process_group.barrier()
         if self._generator is not None:
-            self._generator.update_weights(self._folder)
+            self._generator.update_weights(weights)
         process_group.barrier()
         if not self._backend.uses_servers:  # a server may restart within a batch
             self._remove_weights()
@@ -210,9 +226,20 @@ class StudentGenerator:
                 terminal.note(f"distill: warning: none of {len(rollouts):,} completions was scored by --reward {names}")
         return rollouts
 
+    def _new_weights_folder(self) -> Path:
+        """Return a folder for weights: in shared memory if it has space and all engines see it (collective)."""
+        if process_group.is_main_process():
+            self._shared = None if self._backend.uses_servers else folder_in_shared_memory(self._num_bytes)
+            self._run_folder.mkdir(exist_ok=True)
+        first = Path(process_group.all_gather_object(self._shared.name if self._shared else self._run_folder)[0])
+        sees = process_group.all_gather_object(self._generator is None or first.is_dir())
+        return first if all(sees) else self._run_folder
+
     def _remove_weights(self) -> None:
         if process_group.is_main_process():
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self._run_folder, ignore_errors=True)
+            if self._shared is not None:
+                self._shared.cleanup()
 
     def sleep(self) -> None:
         """Put an engine that shares the student's device to sleep, which drops its weights."""
@@ -252,8 +279,14 @@ def autocast(mixed_precision: str, device: torch.device) -> Iterator[Any]:
 ROLLOUTS_TO_COMPARE = 4
 # Mean absolute differences, nats per token. Measured with equal weights: float32 1e-7 to 1e-6, an engine in bfloat16
 # 0.034 on small models with random weights. The output head of one step before: 0.004 to 0.01 there, up to 2 later.
-MAX_DIFFERENCE, MAX_DIFFERENCE_FLOAT32 = 0.1, 0.001
+# On a GPU vLLM's attention rounds the products of float32 to TF32, as xtk does not: up to about 0.001.
+MAX_DIFFERENCE, MAX_DIFFERENCE_FLOAT32, MAX_DIFFERENCE_TF32 = 0.1, 0.001, 0.01
 FLOAT32_DIFFERENCE = 1e-4  # an engine this close computes in float32: from then on the stricter bound applies
+
+
+def max_difference_in_float32(device: torch.device) -> float:
+    """Return the bound for an engine that computes in float32 on a device."""
+    return MAX_DIFFERENCE_FLOAT32 if device.type == "cpu" else MAX_DIFFERENCE_TF32
 
 
 class LogprobCheck:
@@ -290,15 +323,17 @@ class LogprobCheck:
                 hint="use a smaller --learning-rate, or --mixed-precision no",
             )
         if not difference <= self.max_difference:
+            is_tf32 = self.max_difference == MAX_DIFFERENCE_TF32
             raise MismatchError(
                 f"the engine's log-probabilities differ from the student's by {difference:.3g} nats per token "
                 f"on average, more than {self.max_difference:g}: the engine does not have the student's weights",
                 where=f"{len(some)} compared rollouts, before the first training step on them",
                 hint="check that no other run sends weights to this server and that --rollout-dtype and "
-                "--rollout-engine do not quantize or change the model; or use --rollout-backend transformers",
+                "--rollout-engine do not quantize or change the model; or use --rollout-backend transformers"
+                + ("; TF32, in which vLLM's attention on a GPU computes, explains about 0.001" if is_tf32 else ""),
             )
         if difference <= FLOAT32_DIFFERENCE:
-            self.max_difference = MAX_DIFFERENCE_FLOAT32
+            self.max_difference = max_difference_in_float32(self._device)
         return difference
 
     def _difference(self, rollout: Rollout) -> tuple[float, int]:

@@ -32,6 +32,7 @@ from xtk.models.resolver import ModelRef
 from xtk.models.safetensors_headers import format_names
 from xtk.models.student_model_setup import parameter_groups
 from xtk.models.weight_validation import non_finite_parameters
+from xtk.parallel import process_group
 from xtk.parallel.graceful_stop import StopListener
 from xtk.parallel.host_to_device import read_together
 from xtk.parallel.parallel_config import ParallelConfig
@@ -224,14 +225,14 @@ class _TrainingLoop:
             damaged = [path for path in run.resume_point.damaged if path.name != f"{CHECKPOINT}-{step}"]
             remove_old_checkpoints(run.output, run.logging_config.save_total_limit, damaged)
         run.resume_point = replace(run.resume_point, damaged=())
-        run.accelerator.wait_for_everyone()
+        process_group.barrier()
         self.saved_step = step
 
     def _finish(self, steps: int) -> dict[str, Any]:
         """Write the student; return the content of its `xtk.json` (collective)."""
         run, state, accelerator = self.run, self.state, self.run.accelerator
         state.tokens = self.meter.total_tokens()
-        accelerator.wait_for_everyone()
+        process_group.barrier()
         if state.skipped_steps == steps:
             raise XtkError(
                 f"no student is saved: the loss or the gradient was NaN or infinite in all {steps:,} steps",

@@ -76,7 +76,7 @@ class OnPolicyInputs(RunInputs):
             self.tokenizer,
             run.student,
             request,
-            lambda folder: run.saver.write_student(folder) if run.saver is not None else None,
+            lambda folder, dtype: run.saver.write_student(folder, dtype=dtype) if run.saver is not None else None,
             run.output,
             mixed_precision=run.recipe.mixed_precision,
             seed=run.recipe.seed,
