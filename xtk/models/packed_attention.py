@@ -28,7 +28,15 @@ ATTENTION_NAME = "xtk"
 GENERAL_ATTENTION_NAME = "xtk_general"
 # Arguments that this attention can ignore. Models that pass others (soft caps, sinks, biases) keep their attention.
 _IGNORED_ARGUMENTS = frozenset(
-    {"position_ids", "use_cache", "output_attentions", "is_causal", "cache_position", "layer_idx"}
+    {
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_router_logits",
+        "is_causal",
+        "cache_position",
+        "layer_idx",
+    }
 )
 
 
@@ -40,8 +48,6 @@ class PackedSequence:
     group: Any = None  # a torch.distributed process group that shares the sequence; None: this process has all of it
     num_ranks: int = 1  # size of the group; the sequence length is a multiple of `2 * num_ranks`
     rank: int = 0  # this process's rank
-    # Sliding windows that layers have used on the sequence; None in it: a layer without one.
-    seen_windows: set[int | None] = field(default_factory=set, init=False, repr=False, compare=False)
     _segments: list[tuple[int, int, int, int]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -120,7 +126,6 @@ def packed_attention(
         key, value = (some.repeat_interleave(groups, dim=1) for some in (key, value))
     if packed is None:
         return _attend_segment(query, key, value, dropout, scaling, sliding_window).transpose(1, 2).contiguous(), None
-    packed.seen_windows.add(sliding_window)
     parts = _segments_of(query, key, value, packed)
     outputs = [_attend_segment(*part, dropout, scaling, sliding_window) for part in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
