@@ -18,7 +18,7 @@ from xtk.errors import XtkError
 from xtk.models import packed_attention
 from xtk.models.output_head import HeadAdapter, HeadShard, OutputHead
 from xtk.models.packed_attention import PackedSequence
-from xtk.models.small_copy import exact_float32, small_copy
+from xtk.models.small_copy import small_copy
 from xtk.parallel.fsdp_and_tensor_parallel import apply_tensor_parallel, to_local_tensor
 from xtk.parallel.host_to_device import to_device
 
@@ -34,11 +34,7 @@ class BackboneWithHead(nn.Module):
     """
 
     def __init__(self, model: Any, device: torch.device | None = None) -> None:
-        """Split a model.
-
-        Args:
-            device: the device on which the model will run; None: its present device.
-        """
+        """`device`: on which the model will run; None: its present one."""
         super().__init__()
         self.model = model
         self._device = device or model.device
@@ -61,21 +57,18 @@ class BackboneWithHead(nn.Module):
         head = inner.get_output_embeddings()
         if head is None or self._backbone is inner or _split_head(head) is None:
             return None
-        try:
-            tested = small_copy(inner, self._device)
-            with exact_float32():
-                return _logit_transform_of(tested)
-        except Exception as failure:  # the class needs its own configuration, or the configuration is impossible
-            if self.model.device.type == "meta":
-                raise _forward_error(inner, failure) from failure
-        training = self.model.training
-        self.model.eval()
-        try:
-            return _logit_transform_of(inner)
-        except Exception as failure:  # a configuration that fits its weights may still be impossible to run
-            raise _forward_error(inner, failure) from failure
-        finally:
-            self.model.train(training)
+        failures: list[Exception] = []
+        for is_small in (True, False):  # a class may refuse other sizes
+            try:
+                return _logit_transform_of(small_copy(inner, self._device) if is_small else inner)
+            except Exception as failure:
+                failures.append(failure)
+        cause = " ".join(str(failures[0]).split())[:300]
+        raise XtkError(
+            f"the model's forward pass fails: {type(failures[0]).__name__}: {cause}",
+            where=str(getattr(inner, "name_or_path", "") or type(inner).__name__),
+            hint="check that config.json belongs to these weights; if memory is short, use a smaller model",
+        ) from failures[0]
 
     @property
     def head(self) -> OutputHead:
@@ -164,12 +157,17 @@ def _run(module: Any, input_ids: Tensor, packed: PackedSequence | None, packing:
 @torch.no_grad()
 def _find_packing(model: Any, device: torch.device, names: Iterable[str], *, is_split: bool) -> str | None:
     """Return the first attention implementation that separates documents, tested on a small copy; None if none does."""
-    with exact_float32():
-        try:
-            small = small_copy(model, device)
-        except Exception:  # the class needs its own configuration
-            return None
+    products = torch.backends.cuda.matmul
+    setting, exact = ("fp32_precision", "ieee") if hasattr(products, "fp32_precision") else ("allow_tf32", False)
+    before = getattr(products, setting)
+    setattr(products, setting, exact)
+    try:
+        small = small_copy(model, device)
         return next((name for name in names if _is_packed(small, name, is_split)), None)
+    except Exception:  # the class refuses other sizes
+        return None
+    finally:
+        setattr(products, setting, before)
 
 
 def _is_packed(small: Any, attention: str, is_split: bool) -> bool:
@@ -232,7 +230,8 @@ def _test_tokens(model: Any, count: int) -> Tensor:
 @torch.no_grad()
 def _logit_transform_of(model: Any) -> LogitTransform | None:
     """Return the transformation that a forward pass of a model applies to the output of its head; None: unknown."""
-    ids, head = _test_tokens(model, 8), model.get_output_embeddings()
+    ids, head, training = _test_tokens(model, 8), model.get_output_embeddings(), model.training
+    model.eval()
     read: list[Tensor] = []
 
     def replace(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -246,6 +245,7 @@ def _logit_transform_of(model: Any) -> LogitTransform | None:
         states = _backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
     finally:
         watch.remove()
+        model.train(training)
     if len(read) != 1 or not _is_close(states.to(read[0].device), read[0]):
         return None
     ramp = torch.linspace(-90, 90, made.shape[-1], dtype=torch.float64, device=made.device)
@@ -256,15 +256,6 @@ def _logit_transform_of(model: Any) -> LogitTransform | None:
         if _is_close(after.apply(ramp), made.float(), tolerance):
             return after
     return None
-
-
-def _forward_error(model: Any, failure: Exception) -> XtkError:
-    cause = " ".join(str(failure).split())[:300]
-    return XtkError(
-        f"the model's forward pass fails: {type(failure).__name__}: {cause}",
-        where=str(getattr(model, "name_or_path", "") or type(model).__name__),
-        hint="check that config.json belongs to these weights; if memory is short, use a smaller model",
-    )
 
 
 def _candidate_transforms(configuration: Any) -> list[LogitTransform]:
