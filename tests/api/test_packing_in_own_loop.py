@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from small_inputs import sentences, write_jsonl
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 import xtk
 
@@ -63,3 +63,16 @@ def test_padded_batches_and_generation_equal_the_unpacked_model(folder):
             for network in (model, plain_model)
         ]
         assert torch.equal(*generated), options
+
+
+def test_packed_mixture_of_experts_equals_separate_documents():
+    sizes = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**sizes, **heads)).eval()
+    documents = [torch.arange(5)[None], torch.arange(20, 27)[None]]
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with torch.no_grad():
+        expected = torch.cat([model(input_ids=ids).logits for ids in documents], dim=1)
+        xtk.enable_packing(model)
+        packed = model(input_ids=torch.cat(documents, dim=1), position_ids=positions).logits
+    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-5)

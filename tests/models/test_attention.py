@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from pathlib import Path
 
@@ -13,11 +14,16 @@ from simulated_cuda import CUDA, SimulatedCuda
 from torch import Tensor, distributed, multiprocessing
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from xtk.models import packed_attention
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.packed_attention import ATTENTION_NAME, PackedSequence
+from xtk.models.small_copy import small_copy
+
+CPU = torch.device("cpu")
 
 V = 90
 SIZES = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -288,3 +294,160 @@ def test_context_parallel_processes_have_the_states_and_gradients_of_one(halves,
         torch.testing.assert_close(states, expected_states[:, own], rtol=1e-5, atol=1e-5)
     summed = {name: results[0][1][name] + results[1][1][name] for name in results[0][1]}
     assert_same_gradients(summed, expected)
+
+
+def document_gradients(
+    backbone: BackboneWithHead, rows: list[tuple[torch.Tensor, PackedSequence | None]]
+) -> torch.Tensor:
+    """Return all gradients of a weighted sum of the hidden states of rows, as one vector."""
+    backbone.zero_grad()
+    states = torch.cat([backbone(ids, packed) for ids, packed in rows], dim=1).float()
+    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(1))
+    (states * weights).sum().backward()
+    return torch.cat([one.grad.flatten().float() for one in backbone.parameters() if one.grad is not None])
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("LlamaConfig", {}), ("Qwen3Config", {}), ("MixtralConfig", {"num_local_experts": 2, "num_experts_per_tok": 2})],
+)
+def test_bf16_model_packs_with_the_gradients_of_single_documents(family, more):
+    # Eager attention rounds to bf16 elsewhere than xtk's, as kernels of a GPU do that depend on the number of rows.
+    import transformers
+
+    torch.manual_seed(0)
+    configuration = getattr(transformers, family)(**{**FAMILIES[family][0], "hidden_size": 64, **more})
+    model = AutoModelForCausalLM.from_config(configuration, dtype=torch.float32, attn_implementation="eager").eval()
+    documents = [torch.randint(0, V, (1, length)) for length in (9, 1, 6, 20)]
+    exact = document_gradients(BackboneWithHead(copy.deepcopy(model)), [(ids, None) for ids in documents])
+    backbone = BackboneWithHead(model.bfloat16())
+    single = document_gradients(backbone, [(ids, None) for ids in documents])
+    assert backbone.enable_packing()
+    assert backbone.supports_context_parallel
+    packed = document_gradients(backbone, [(torch.cat(documents, dim=1), PackedSequence((9, 1, 6, 20)))])
+    rounding = (single - exact).norm()
+    assert (packed - single).norm() < 2 * rounding < 0.2 * exact.norm()
+
+
+@pytest.mark.parametrize("family", [name for name, (_, attention) in FAMILIES.items() if attention == "a row each"])
+def test_bf16_model_that_cannot_separate_documents_is_not_packed(family):
+    backbone = BackboneWithHead(make_model(family).bfloat16())
+    assert not backbone.enable_packing()
+
+
+def test_layer_that_joins_documents_is_found_behind_others():
+    configuration = {
+        **LLAMA, "num_hidden_layers": 8, "layer_types": ["full_attention"] * 5 + ["linear_attention"] * 3,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    }  # fmt: skip
+    from transformers import Qwen3NextConfig
+
+    assert not BackboneWithHead(AutoModelForCausalLM.from_config(Qwen3NextConfig(**configuration))).enable_packing()
+
+
+def test_attention_with_a_window_that_the_masks_of_the_model_ignore_is_not_replaced():
+    from transformers import OlmoeConfig
+
+    torch.manual_seed(0)
+    configuration = OlmoeConfig(**LLAMA, num_experts=4, num_experts_per_tok=2, eos_token_id=1, sliding_window=16)
+    backbone = BackboneWithHead(AutoModelForCausalLM.from_config(configuration).eval())
+    documents = [torch.randint(0, V, (1, length)) for length in (30, 20)]
+    single_states = [backbone(ids) for ids in documents]
+    assert backbone.enable_packing()
+    packed_states = backbone(torch.cat(documents, dim=1), PackedSequence((30, 20)))
+    torch.testing.assert_close(packed_states, torch.cat(single_states, dim=1), rtol=1e-5, atol=1e-5)
+
+
+def make_large_model(kind: str, **options: object) -> torch.nn.Module:
+    """Return a model without weights, with the sizes of published models."""
+    from transformers import AutoConfig
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_layers"),
+    [("llama", 2), ("gemma3_text", 6), ("smollm3", 4), ("deepseek_v3", 4), ("jamba", 5), ("llama4_text", 4)],
+)
+def test_small_copy_has_a_layer_of_each_kind(kind, num_layers):
+    model = make_large_model(kind)
+    copied = small_copy(model, CPU)
+    assert {one.dtype for one in copied.parameters()} == {torch.float32}
+    kinds = [
+        {
+            tuple(f"{type(one).__name__} {getattr(one, 'sliding_window', 0) is None} {getattr(one, 'use_rope', 0)}"
+                  for one in layer.modules())
+            for layer in network.model.layers
+        }
+        for network in (model, copied)
+    ]  # fmt: skip
+    assert kinds[0] == kinds[1]
+    assert len(copied.model.layers) == num_layers
+    assert sum(one.numel() for one in copied.parameters()) < 0.05 * sum(one.numel() for one in model.parameters())
+
+
+def register_attention(name: str, attend) -> list[torch.device]:
+    """Register an attention implementation of transformers; return the devices of its calls."""
+    devices: list[torch.device] = []
+
+    def counted(module, query, *arguments, **options):
+        devices.append(query.device)
+        return attend(module, query, *arguments, **options)
+
+    AttentionInterface.register(name, counted)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return devices
+
+
+def attend_as_on_a_gpu_only(module, query, *arguments, **options):
+    """Attend, for the training device and 16 bits alone; the meta device stands for the CPU next to a GPU."""
+    if query.device.type == "meta" or query.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError("FlashAttention only supports CUDA, fp16 and bf16")
+    return sdpa_attention_forward(module, query, *arguments, **options)
+
+
+def attend_to_all_documents(module, query, key, value, attention_mask, **options):
+    return sdpa_attention_forward(module, query, key, value, None, **options)
+
+
+def attend_in_16_bits_to_all_documents(module, query, key, value, attention_mask, **options):
+    return attend_as_on_a_gpu_only(module, query, key, value, None, **options)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "bf16_only", "xtk"])
+def test_attention_implementation_that_the_user_names_is_kept(name, capsys):
+    devices = register_attention("bf16_only", attend_as_on_a_gpu_only)
+    model = make_model("LlamaConfig")
+    backbone = BackboneWithHead(model)
+    assert backbone.enable_packing(name)
+    assert model.config._attn_implementation == name
+    assert capsys.readouterr().err == ""
+    assert bool(devices) == (name == "bf16_only")
+
+
+@pytest.mark.parametrize("attend", [attend_to_all_documents, attend_in_16_bits_to_all_documents])
+def test_named_attention_that_joins_documents_is_replaced_with_a_note(attend, capsys):
+    register_attention("joins_documents", attend)
+    model = make_model("LlamaConfig")
+    assert BackboneWithHead(model).enable_packing("joins_documents")
+    assert model.config._attn_implementation == ATTENTION_NAME
+    assert "joins_documents does not separate packed documents" in capsys.readouterr().err
+
+
+def test_model_is_tested_on_the_training_device_before_it_has_weights():
+    devices = register_attention("gpu_only", attend_as_on_a_gpu_only)
+    model = make_large_model("cohere", **SIZES, intermediate_size=48, logit_scale=0.25)
+    model.set_attn_implementation("gpu_only")
+    backbone = BackboneWithHead(model, CPU)
+    assert backbone.head.scale == 0.25
+    assert backbone.enable_packing("gpu_only")
+    assert model.config._attn_implementation == "gpu_only"
+    assert set(devices) == {CPU}
+
+
+def test_packing_test_leaves_the_random_generator_as_it_was():
+    model, state = make_model("LlamaConfig"), torch.random.get_rng_state()
+    assert BackboneWithHead(model).enable_packing()
+    assert torch.equal(torch.random.get_rng_state(), state)

@@ -6,17 +6,19 @@ of a few rows at a time with the head.
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from xtk import terminal
 from xtk.errors import XtkError
 from xtk.models import packed_attention
 from xtk.models.output_head import HeadAdapter, HeadShard, OutputHead
 from xtk.models.packed_attention import PackedSequence
+from xtk.models.small_copy import small_copy
 from xtk.parallel.fsdp_and_tensor_parallel import apply_tensor_parallel, to_local_tensor
 from xtk.parallel.host_to_device import to_device
 
@@ -26,19 +28,17 @@ RELATIVE_TOLERANCE = 1e-3
 class BackboneWithHead(nn.Module):
     """A causal language model split into a backbone, which returns hidden states, and an output head.
 
-    A forward pass at construction finds how the model transforms its head's output: a scale, a soft cap, or not at
-    all. If it is another transformation, or the head is not a matrix, logits replace the hidden states: correct, but
-    with more memory. The model may have peft's LoRA, also on its head.
+    A forward pass of a small copy finds how the model transforms its head's output: a scale, a soft cap, or not at all.
+    If it is another transformation, or the head is not a matrix, logits replace the hidden states: correct, but with
+    more memory. The model may have peft's LoRA, also on its head.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, device: torch.device | None = None) -> None:
+        """`device`: on which the model will run; None: its present one."""
         super().__init__()
         self.model = model
-        # The same for every model of a configuration; without weights, a random model is tested.
-        self._tested = _random_model(model) if model.device.type == "meta" else None
-        self._logit_transform: LogitTransform | None = (
-            self._tested._logit_transform if self._tested else self._find_logit_transform()
-        )
+        self._device = device or torch.device("cpu" if model.device.type == "meta" else model.device)
+        self._logit_transform = self._find_logit_transform()
         self._shard: HeadShard | None = None
         self._packing: str | None = None  # the attention implementation for packed sequences, once found
 
@@ -49,53 +49,26 @@ class BackboneWithHead(nn.Module):
 
     @property
     def _backbone(self) -> Any:
-        """The module that returns hidden states; the full model if it is unknown."""
-        inner = self._base_model
-        body = inner.base_model
-        # Llama 4 has a base_model_prefix that is not the name of its backbone.
-        return getattr(inner, "model", inner) if body is inner else body
+        return _backbone_of(self._base_model)
 
-    @torch.no_grad()
     def _find_logit_transform(self) -> LogitTransform | None:
         """Return the transformation of `head(backbone(ids))` to logits; None if the model cannot be split there."""
         inner = self._base_model
-        head, body = inner.get_output_embeddings(), self._backbone
-        if head is None or body is inner or _split_head(head) is None:
+        head = inner.get_output_embeddings()
+        if head is None or self._backbone is inner or _split_head(head) is None:
             return None
-        training = self.model.training
-        self.model.eval()
-        ids = torch.arange(1, 9, device=self.model.device).remainder(head.weight.shape[0])[None]
-        read: list[Tensor] = []
-
-        def replace(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            read.append(arguments[0])
-            ramp = torch.linspace(-90, 90, output.shape[-1], dtype=torch.float64, device=output.device)
-            return ramp.to(output.dtype).expand_as(output)
-
-        watch = head.register_forward_hook(replace)
-        try:
-            made = self.model(input_ids=ids, use_cache=False).logits
-            states = body(input_ids=ids, use_cache=False).last_hidden_state
-        except Exception as failure:  # a configuration that fits its weights may still be impossible to run
-            cause = " ".join(str(failure).split())[:300]
-            raise XtkError(
-                f"the model's forward pass fails: {type(failure).__name__}: {cause}",
-                where=str(getattr(inner, "name_or_path", "") or type(inner).__name__),
-                hint="check that config.json belongs to these weights; if memory is short, use a smaller model",
-            ) from failure
-        finally:
-            watch.remove()
-        self.model.train(training)
-        if len(read) != 1 or not _is_close(states.to(read[0].device), read[0]):
-            return None
-        ramp = torch.linspace(-90, 90, made.shape[-1], dtype=torch.float64, device=made.device)
-        ramp = ramp.to(read[0].dtype).expand_as(made).float()
-        # The model computes its logits in its own dtype: two roundings of a soft cap or a scale.
-        tolerance = max(RELATIVE_TOLERANCE, torch.finfo(made.dtype).eps)
-        for after in _candidate_transforms(inner.config):
-            if _is_close(after.apply(ramp), made.float(), tolerance):
-                return after
-        return None
+        failures: list[Exception] = []
+        for is_small in (True, False):  # a class may refuse other sizes
+            try:
+                return _logit_transform_of(small_copy(inner, self._device) if is_small else inner)
+            except Exception as failure:
+                failures.append(failure)
+        cause = " ".join(str(failures[0]).split())[:300]
+        raise XtkError(
+            f"the model's forward pass fails: {type(failures[0]).__name__}: {cause}",
+            where=str(getattr(inner, "name_or_path", "") or type(inner).__name__),
+            hint="check that config.json belongs to these weights; if memory is short, use a smaller model",
+        ) from failures[0]
 
     @property
     def head(self) -> OutputHead:
@@ -126,54 +99,33 @@ class BackboneWithHead(nn.Module):
         assert weight is not None
         self._shard = HeadShard.from_group(len(weight), mesh.get_group())
 
-    @torch.no_grad()
-    def enable_packing(self) -> bool:
+    def enable_packing(self, attention: str = "") -> bool:
         """Enable several documents per sequence without attention between them; return whether the model can.
 
-        Tested by forward passes: with xtk's attention by document, then with the model's own attention, which may
-        separate documents by position ids.
+        Tested by forward passes of a small copy of the model on its device. A model's own attention may separate
+        documents by position ids.
+
+        Args:
+            attention: the attention implementation to prefer; "": xtk's attention by document, else the model's own.
         """
-        if self._tested is not None:
-            self._tested.enable_packing()
-            self._packing, self._tested = self._tested._packing, None
+        if self._packing is None:
+            inner = self._base_model
+            packed_attention.register_attention()
+            names = filter(None, (attention, packed_attention.ATTENTION_NAME, inner.config._attn_implementation))
+            self._packing = _find_packing(inner, self._device, names, is_split=self._logit_transform is not None)
             if self._packing is not None:
                 self.model.set_attn_implementation(self._packing)
-        elif self._packing is None:
-            own, training = self._base_model.config._attn_implementation, self.model.training
-            self.model.eval()
-            packed_attention.register_attention()
-            ids = torch.arange(1, 13, device=self.model.device)
-            ids = ids.remainder(self.model.get_input_embeddings().weight.shape[0])[None]
-            alone = torch.cat([self(ids[:, :5]), self(ids[:, 5:])], dim=1)
-            for packing in (packed_attention.ATTENTION_NAME, own):
-                self._packing = packing
-                if self._is_packed(ids, alone):
-                    break
-                self._packing = None
-            self.model.set_attn_implementation(own if self._packing is None else self._packing)
-            self.model.train(training)
+            if attention and self._packing not in (None, attention):
+                terminal.note(
+                    f"warning: {attention} does not separate packed documents of {type(inner).__name__}: "
+                    f"the attention implementation is {self._packing}; --no-packing keeps {attention}"
+                )
         return self._packing is not None
 
     @property
     def supports_context_parallel(self) -> bool:
         """Whether a sequence can be split over processes: `enable_packing` was called and chose xtk's attention."""
         return self._packing == packed_attention.ATTENTION_NAME
-
-    def _is_packed(self, ids: Tensor, alone: Tensor) -> bool:
-        """Return whether two documents, of 5 and 7 tokens, give the same output packed as separately."""
-        row = PackedSequence((5, 7))
-        try:
-            self.model.set_attn_implementation(self._packing)
-            together = self(ids, row)
-        except (XtkError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, KeyError):
-            return False
-        configuration = self._base_model.config.get_text_config()
-        if self._packing == packed_attention.ATTENTION_NAME and (
-            getattr(configuration, "attention_chunk_size", None)
-            or (getattr(configuration, "sliding_window", None) and row.seen_windows == {None})
-        ):
-            return False  # the layers use a shorter window than they pass to the attention
-        return _is_close(together, alone)
 
     def forward(self, input_ids: Tensor, packed: PackedSequence | None = None) -> Tensor:
         """Return hidden states [B, T, H] (or logits [B, T, V] if the head cannot be separated).
@@ -183,19 +135,65 @@ class BackboneWithHead(nn.Module):
                 this process's tokens of the packed sequence.
             packed: the documents of a packed sequence; needs `enable_packing`.
         """
-        more: dict[str, Any] = {}
-        if packed is not None:
-            positions = packed.position_ids()[packed.token_indices(packed.rank)]
-            more["position_ids"] = to_device(torch.from_numpy(positions), input_ids.device)[None]
-            if self._packing == packed_attention.ATTENTION_NAME:
-                more["packed"] = packed
-                packed.prepare(input_ids.device)
-        if self._logit_transform is not None:
-            inner = self._base_model
-            states: Tensor = self._backbone(input_ids=input_ids, use_cache=False, **more).last_hidden_state
-            return states.to(inner.get_output_embeddings().weight.device)
-        logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **more).logits
-        return logits
+        if self._logit_transform is None:
+            return _run(self.model, input_ids, packed, self._packing)
+        states = _run(self._backbone, input_ids, packed, self._packing)
+        return states.to(self._base_model.get_output_embeddings().weight.device)
+
+
+def _run(module: Any, input_ids: Tensor, packed: PackedSequence | None, packing: str | None) -> Tensor:
+    """Return the hidden states of a backbone, or the logits of a model, for `BackboneWithHead.forward`."""
+    more: dict[str, Any] = {}
+    if packed is not None:
+        positions = packed.position_ids()[packed.token_indices(packed.rank)]
+        more["position_ids"] = to_device(torch.from_numpy(positions), input_ids.device)[None]
+        if packing == packed_attention.ATTENTION_NAME:
+            more["packed"] = packed
+            packed.prepare(input_ids.device)
+    output = module(input_ids=input_ids, use_cache=False, **more)
+    states: Tensor = output.last_hidden_state if hasattr(output, "last_hidden_state") else output.logits
+    return states
+
+
+@torch.no_grad()
+def _find_packing(model: Any, device: torch.device, names: Iterable[str], *, is_split: bool) -> str | None:
+    """Return the first attention implementation that separates documents, tested on a small copy; None if none does."""
+    products = torch.backends.cuda.matmul
+    setting, exact = ("fp32_precision", "ieee") if hasattr(products, "fp32_precision") else ("allow_tf32", False)
+    before = getattr(products, setting)
+    setattr(products, setting, exact)
+    try:
+        small = small_copy(model, device)
+        return next((name for name in names if _is_packed(small, name, is_split)), None)
+    except Exception:  # the class refuses other sizes
+        return None
+    finally:
+        setattr(products, setting, before)
+
+
+def _is_packed(small: Any, attention: str, is_split: bool) -> bool:
+    """Return whether two documents, of 5 and 7 tokens, give the same output packed as separately.
+
+    Tested in float32, or in bf16 where the attention does not support float32 (FlashAttention). Rounding to bf16 may
+    hide a difference, so the error must also be far smaller than that of documents that are not separated.
+    """
+    module, default = _backbone_of(small) if is_split else small, small.config._attn_implementation
+    for dtype in (torch.float32, torch.bfloat16):
+        try:
+            small.to(dtype)
+            ids = _test_tokens(small, 12)
+            alone = torch.cat([_run(module, ids[:, :5], None, None), _run(module, ids[:, 5:], None, None)], dim=1)
+            joined = _run(module, ids, None, None)
+            small.set_attn_implementation(attention)
+            packed = _run(module, ids, PackedSequence((5, 7)), attention)
+        except Exception:  # of the model, or of an attention that may be a kernel of another library
+            continue
+        finally:
+            small.set_attn_implementation(default)
+        tolerance = max(RELATIVE_TOLERANCE, 16 * torch.finfo(dtype).eps)
+        error, effect = (float((states - alone).abs().max()) for states in (packed, joined))
+        return _is_close(packed, alone, tolerance) and 10 * error < effect
+    return False
 
 
 @dataclass(frozen=True)
@@ -217,15 +215,48 @@ LOGIT_SCALE_KEYS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
-def _random_model(model: Any) -> BackboneWithHead:
-    """Return a model with the configuration of another one, two layers and random weights."""
-    configuration = copy.deepcopy(model.config)
-    text = configuration.get_text_config()
-    text.num_hidden_layers = min(text.num_hidden_layers, 2)
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:2]
-    with torch.random.fork_rng(devices=[]):
-        return BackboneWithHead(type(model)._from_config(configuration, dtype=torch.float32).eval())
+def _backbone_of(model: Any) -> Any:
+    """Return the module of a transformers model that returns hidden states; the full model if it is unknown."""
+    body = model.base_model
+    # Llama 4 has a base_model_prefix that is not the name of its backbone.
+    return getattr(model, "model", model) if body is model else body
+
+
+def _test_tokens(model: Any, count: int) -> Tensor:
+    """Return token ids [1, count] on the device of a model."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    return torch.arange(1, count + 1, device=model.device).remainder(rows)[None]
+
+
+@torch.no_grad()
+def _logit_transform_of(model: Any) -> LogitTransform | None:
+    """Return the transformation that a forward pass of a model applies to the output of its head; None: unknown."""
+    ids, head, training = _test_tokens(model, 8), model.get_output_embeddings(), model.training
+    model.eval()
+    read: list[Tensor] = []
+
+    def replace(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        read.append(arguments[0])
+        ramp = torch.linspace(-90, 90, output.shape[-1], dtype=torch.float64, device=output.device)
+        return ramp.to(output.dtype).expand_as(output)
+
+    watch = head.register_forward_hook(replace)
+    try:
+        made = model(input_ids=ids, use_cache=False).logits
+        states = _backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+    finally:
+        watch.remove()
+        model.train(training)
+    if len(read) != 1 or not _is_close(states.to(read[0].device), read[0]):
+        return None
+    ramp = torch.linspace(-90, 90, made.shape[-1], dtype=torch.float64, device=made.device)
+    ramp = ramp.to(read[0].dtype).expand_as(made).float()
+    # The model computes its logits in its own dtype: two roundings of a soft cap or a scale.
+    tolerance = max(RELATIVE_TOLERANCE, torch.finfo(made.dtype).eps)
+    for after in _candidate_transforms(model.config):
+        if _is_close(after.apply(ramp), made.float(), tolerance):
+            return after
+    return None
 
 
 def _candidate_transforms(configuration: Any) -> list[LogitTransform]:

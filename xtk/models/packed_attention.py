@@ -30,7 +30,15 @@ ATTENTION_NAME = "xtk"
 GENERAL_ATTENTION_NAME = "xtk_general"
 # Arguments that this attention can ignore. Models that pass others (soft caps, sinks, biases) keep their attention.
 _IGNORED_ARGUMENTS = frozenset(
-    {"position_ids", "use_cache", "output_attentions", "is_causal", "cache_position", "layer_idx"}
+    {
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_router_logits",
+        "is_causal",
+        "cache_position",
+        "layer_idx",
+    }
 )
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -43,8 +51,6 @@ class PackedSequence:
     group: Any = None  # a torch.distributed process group that shares the sequence; None: this process has all of it
     num_ranks: int = 1  # size of the group; the sequence length is a multiple of `2 * num_ranks`
     rank: int = 0  # this process's rank
-    # Sliding windows that layers have used on the sequence; None in it: a layer without one.
-    seen_windows: set[int | None] = field(default_factory=set, init=False, repr=False, compare=False)
     _segments: list[tuple[int, int, int, int]] = field(default_factory=list, init=False, repr=False, compare=False)
     # By device: `varlen_attn` with the documents, and indices of their keys in the gathered sequence.
     varlen_calls: dict[torch.device, tuple[Callable[..., Tensor], Tensor] | None] = field(
@@ -165,8 +171,6 @@ def packed_attention(
     if packed is None:
         key, value = _repeat_groups(query, key, value)
         return _attend_segment(query, key, value, dropout, scaling, sliding_window).transpose(1, 2).contiguous(), None
-    if not torch.compiler.is_compiling():
-        packed.seen_windows.add(sliding_window)
     if query.device not in packed.varlen_calls:
         packed.prepare(query.device)
     varlen = packed.varlen_calls[query.device]

@@ -154,7 +154,7 @@ def _held_out_fingerprint(inputs: RunInputs, logging_config: LoggingConfig) -> s
 
 def _set_up_forward(student: BackboneWithHead, recipe: TrainConfig) -> bool:
     """Compile the student if configured; return whether documents are packed."""
-    is_packed = recipe.packing and student.enable_packing()
+    is_packed = recipe.packing and student.enable_packing(recipe.preparation.attn_implementation)
     if recipe.packing and not is_packed:
         terminal.note("distill: warning: the student's architecture does not support --packing; documents are padded")
     if recipe.preparation.torch_compile:
@@ -289,7 +289,7 @@ def _load_student(
         terminal.note("distill: every process loads all weights of the student, then keeps its shard")
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return BackboneWithHead(model)
+    return BackboneWithHead(model, accelerator.device)
 
 
 def _adapter_merger(paths: RunPaths, recipe: TrainConfig, inputs: RunInputs) -> Callable[[Path, Path], None]:

@@ -139,7 +139,9 @@ def parallelize(
             if packing
             else "--parallel cp needs --packing",
             where=f"{type(student_model.model).__name__}, --parallel {parallel}",
-            hint="use --parallel fsdp or tp instead of cp" if packing else "use --packing, or another --parallel",
+            hint="use --parallel fsdp or tp instead of cp, or remove --attn-implementation if it is given"
+            if packing
+            else "use --packing, or another --parallel",
         )
     if offload and not parallel.is_sharded:
         raise XtkError(
