@@ -114,7 +114,7 @@ def audit_warning(audited: Mapping[str, Any]) -> str | None:
     parts = [f"{name} ({_format_unmatched(audited['categories'][name])})" for name in names]
     return (
         f"most tokens have no counterpart with equal bytes in these categories: {'; '.join(parts)}\n"
-        "  losses that pair tokens 1:1 compare them by sorted probability only; use --loss p-kl or boundary-kl"
+        "  losses that pair tokens 1:1 compare them by sorted probability only; the default loss compares bytes"
     )
 
 
