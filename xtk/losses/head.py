@@ -91,7 +91,7 @@ class FusedLossFunction(torch.autograd.Function):
         """
         ctx.head, ctx.terms, ctx.chunk, ctx.has_unit_gradient = head, terms, chunk, has_unit_gradient
         ctx.save_for_backward(bias, *pairs)
-        ctx.needed = tuple(with_gradient and one for one in ctx.needs_input_grad[5:])
+        ctx.needed = tuple(with_gradient and is_needed for is_needed in ctx.needs_input_grad[5:])
         sums, ctx.gradients = _forward_backward(head, terms, chunk, bias, pairs, ctx.needed)
         return sums
 
@@ -329,10 +329,10 @@ def _loss_and_gradients(
             gradients.ranks.append(of_ranks)
     if not with_gradient:
         return torch.stack(values), None
-    for one, other, *more in sums.gradients(of_sums):
-        gradients.entries.append(one)
-        gradients.remainders.append(other)
-        gradients.alternatives.extend(more)
+    for of_entries, of_remainders, *of_alternatives in sums.gradients(of_sums):
+        gradients.entries.append(of_entries)
+        gradients.remainders.append(of_remainders)
+        gradients.alternatives.extend(of_alternatives)
     return torch.stack(values), gradients
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,7 +46,7 @@ def _matches_files(model: Any, ref: ModelRef) -> bool:
             return False
         counts[id(tensor)] = counts.get(id(tensor), 0) + bool(kind)
     tied = getattr(model, "all_tied_weights_keys", {}).items()
-    return set(counts.values()) == {1} and not any(one in stored and other in stored for one, other in tied)
+    return set(counts.values()) == {1} and not any({name, source} <= stored.keys() for name, source in tied)
 
 
 def _compute_buffers(model: Any) -> bool:
@@ -62,4 +63,4 @@ def _compute_buffers(model: Any) -> bool:
         with torch.random.fork_rng(devices=[]):
             model.initialize_weights()
         computed.append([module._buffers[name] for module, name in buffers])
-    return all(torch.equal(one, other) for one, other in zip(*computed, strict=True))
+    return all(itertools.starmap(torch.equal, zip(*computed, strict=True)))

@@ -33,7 +33,6 @@ TIMEOUT_MESSAGES = ("timed out", "timeout")
 MAX_WAIT_SECONDS = 24 * 3600  # for the first process while it works alone
 _waits = itertools.count()
 
-
 # Backends of the groups of a run, by the type of its devices: NCCL has no tensors on the CPU, where gradients of
 # offloaded weights and integers of the host are.
 BACKENDS = {"cuda": "cuda:nccl,cpu:gloo", "cpu": "gloo"}
