@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from xtk.doctor import memory_and_disk_estimates
 from xtk.doctor.doctor_inputs import DataSample, RunPlan
 from xtk.doctor.memory_and_disk_estimates import (
     BYTES_PER_POSITION,
@@ -120,6 +121,7 @@ def main() -> None:
     head = ["student, teacher", "tokens", f"cache: tokens x {BYTES_PER_POSITION} bytes, measured on a CPU",
             "`cache-teacher`: memory, estimated", "time, estimated", "options of `distill`",
             "`distill`: memory, estimated", "time, estimated"]  # fmt: skip
+    memory_and_disk_estimates.default_device = lambda: torch.device("cuda")  # chunks of logits are larger there
     with tempfile.TemporaryDirectory() as folder:
         rows = [cells_of(pair, Path(folder)) for pair in PAIRS]
     for row in (head, ["---"] * len(head), *rows):

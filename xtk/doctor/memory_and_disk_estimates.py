@@ -20,7 +20,7 @@ from xtk.cache.manifest import cache_totals
 from xtk.cache.teacher_logprobs import DEFAULT_TOP_K, make_support
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan, max_document_tokens
 from xtk.errors import XtkError
-from xtk.models.causal_lm import DTYPES, auto_model_class, load_model_config
+from xtk.models.causal_lm import DTYPES, auto_model_class, default_device, load_model_config
 from xtk.models.output_head import chunk_rows
 from xtk.models.resolver import ModelRef
 from xtk.models.student_model_setup import StudentModelConfig, attach_trainable_adapter
@@ -240,7 +240,8 @@ def estimate_caching_memory(inputs: DoctorInputs) -> MemoryEstimate:
     # The MLP of a layer, where the gate, its activation and the other factor exist together.
     layer = tokens * (3 * sizes.hidden_size + 3 * sizes.mlp_size) * (2 if narrow else 4)
     logits = logits_bytes(tokens, sizes.vocab_size, half_precision=narrow)
-    logits += logits_bytes(tokens, sizes.vocab_size) // CHUNK_PASSES + tokens * sizes.hidden_size * (2 if narrow else 4)
+    passes = CHUNK_PASSES if default_device().type == "cpu" else 1
+    logits += logits_bytes(tokens, sizes.vocab_size) // passes + tokens * sizes.hidden_size * (2 if narrow else 4)
     support = make_support("", top_k=plan.top_k or None)
     entries = 1 + support.top_k + support.num_sample_sets * support.num_samples
     positions = sample.num_trained_tokens[1] if sample.num_documents else DEFAULT_DOCUMENT_TOKENS
@@ -262,7 +263,7 @@ def _other_dtype_bytes(side: DoctorModel, dtype: str) -> int:
 
 def logits_bytes(num_tokens: int, vocab_size: int, *, half_precision: bool = False) -> int:
     """Return the bytes of the logits of a chunk in fp32; with `half_precision`, plus their 16-bit original."""
-    rows = chunk_rows(vocab_size, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    rows = chunk_rows(vocab_size, default_device())
     return (6 if half_precision else 4) * vocab_size * min(num_tokens, rows)
 
 

@@ -29,17 +29,8 @@ ATTENTION_NAME = "xtk"
 # For models that others use too: with padding, and without an argument that states the documents.
 GENERAL_ATTENTION_NAME = "xtk_general"
 # Arguments that this attention can ignore. Models that pass others (soft caps, sinks, biases) keep their attention.
-_IGNORED_ARGUMENTS = frozenset(
-    {
-        "position_ids",
-        "use_cache",
-        "output_attentions",
-        "output_router_logits",
-        "is_causal",
-        "cache_position",
-        "layer_idx",
-    }
-)
+_IGNORED_ARGUMENTS = {"position_ids", "use_cache", "output_attentions", "output_router_logits", "is_causal",
+                      "cache_position", "layer_idx"}  # fmt: skip
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 
 
