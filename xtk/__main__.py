@@ -15,6 +15,7 @@ except KeyboardInterrupt:  # an interruption of the import ends like one of a co
     sys.stderr.flush()
     os._exit(130)  # sys.exit during an import would end with the signal instead
 from xtk.errors import XtkError
+from xtk.progress import command_phase
 from xtk.writable_cache_folders import use_writable_cache_folders
 
 SECONDS_UNTIL_REPEATED_SIGNAL = 0.01
@@ -35,7 +36,8 @@ def main() -> None:
     try:
         _check_streams()
         _set_cache_folders(sys.argv[1:])
-        code = run_command(sys.argv[1:])
+        with command_phase(sys.argv[1] if sys.argv[1:] else "xtk"):
+            code = run_command(sys.argv[1:])
     except KeyboardInterrupt:
         sys.stderr.write("xtk: interrupted; run the same command again to resume\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Printing: results to stdout; notes, progress and errors to stderr.
+"""Printing: results to stdout; notes and errors to stderr.
 
 Output of libraries to stdout is redirected to stderr, also at the level of file descriptors.
 """
@@ -14,12 +14,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, TextIO
 
 from xtk.errors import XtkError
 
-SECONDS_BETWEEN_LINES = 10.0
 _PIPE_HINT = "pipe an xtk command that prints the path of its output, or give the path instead of -"
 # Control characters other than newline and tab, marks that change the direction of text (a line would then display
 # something else than it contains), line separators, and lone surrogates.
@@ -32,7 +30,8 @@ class _Terminal:
     """Output state of this process."""
 
     def __init__(self) -> None:
-        self.quiet = False
+        self.quiet = self.muted = False
+        self.last_output = time.monotonic()
         self.main_process = True
         self.results: TextIO | None = None
         self.noted: set[str] = set()
@@ -73,16 +72,26 @@ def set_quiet(quiet: bool) -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Suppress progress and notes of a part of a command."""
-    before, _terminal.quiet = _terminal.quiet, True
+    before, _terminal.muted = _terminal.muted, True
     try:
         yield
     finally:
-        _terminal.quiet = before
+        _terminal.muted = before
 
 
 def is_quiet() -> bool:
-    """Return whether notes are suppressed."""
+    """Return whether `--quiet` suppresses notes."""
     return _terminal.quiet
+
+
+def shows_notes() -> bool:
+    """Return whether this process prints notes and progress now."""
+    return _terminal.main_process and not _terminal.quiet and not _terminal.muted
+
+
+def seconds_since_output() -> float:
+    """Return how long ago this process printed a note or a result."""
+    return time.monotonic() - _terminal.last_output
 
 
 def set_main_process(is_main: bool) -> None:
@@ -103,6 +112,7 @@ def result_line_unescaped(line: str) -> None:
 def _write_result(line: str) -> None:
     if not _terminal.main_process:
         return
+    _terminal.last_output = time.monotonic()
     try:
         result_stream().write(line + "\n")
         result_stream().flush()
@@ -154,9 +164,10 @@ def stdout_is_terminal() -> bool:
     return result_stream().isatty() and "NO_COLOR" not in os.environ
 
 
-def note(message: str) -> None:
-    """Print a message to stderr from the first process only; `--quiet` suppresses it."""
-    if _terminal.main_process and not _terminal.quiet:
+def note(message: str, *, also_if_muted: bool = False) -> None:
+    """Print a message to stderr from the first process only; `--quiet` suppresses it, and so does `quiet`."""
+    if shows_notes() or (also_if_muted and _terminal.main_process and not _terminal.quiet):
+        _terminal.last_output = time.monotonic()
         sys.stderr.write(printable(message) + "\n")
         sys.stderr.flush()
 
@@ -184,68 +195,6 @@ def format_duration(seconds: float) -> str:
     if total < 3600:
         return f"{total // 60}m{total % 60:02d}s"
     return f"{total // 3600}h{total % 3600 // 60:02d}m"
-
-
-class Progress:
-    """Progress of one job: a bar on a terminal, a line every 10 seconds elsewhere.
-
-    Args:
-        total: number of units; None if unknown.
-        done: units that an earlier run finished.
-    """
-
-    def __init__(self, label: str, total: int | None, unit: str, *, done: int = 0) -> None:
-        self.label, self.total, self.unit, self.done = label, total, unit, done
-        self._first = done
-        self._started = self._last_line = time.monotonic()
-        self._shown = _terminal.main_process and not _terminal.quiet
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> Progress:
-        if self._shown and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-            from rich.progress import Progress as Bar
-
-            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-            detail = TextColumn("{task.fields[detail]}")
-            self._bar = Bar(*columns, detail, console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task(self.label, total=self.total, completed=self.done, detail="")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        if self._shown and kind is None and self.done > self._first:
-            seconds = time.monotonic() - self._started
-            note(f"{self.label}: {self.done:,} {self.unit} in {format_duration(seconds)}")
-
-    def advance_with_rate(self, amount: int) -> None:
-        """Add `amount` finished units, and show how many there are per second."""
-        rate = (self.done + amount - self._first) / max(time.monotonic() - self._started, 1e-3)
-        self.advance(amount, f"{rate:,.0f} {self.unit}/s")
-
-    def advance(self, amount: int, detail: str = "") -> None:
-        """Add `amount` finished units, and show `detail` (rates, losses) after them."""
-        self.done += amount
-        if not self._shown:
-            return
-        now = time.monotonic()
-        elapsed = now - self._started
-        text = detail
-        if self.total is not None:
-            left = elapsed / max(self.done - self._first, 1) * (self.total - self.done)
-            text = f"{detail}  {format_duration(left)} left".lstrip()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, detail=text)
-        elif now - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            of_total = "" if self.total is None else f"/{self.total:,}"
-            note(f"{self.label}: {self.done:,}{of_total} {self.unit}  {text}")
 
 
 def piped_lines() -> list[str]:

@@ -28,6 +28,7 @@ from xtk.cache.writer import start_cache, write_cache_manifest, write_file
 from xtk.errors import CorruptError, MismatchError, XtkError
 from xtk.files.atomic_files import canonical_json
 from xtk.files.storage_folders import StorageFolder, absolute_location, open_folder
+from xtk.progress import Progress
 
 # These options select the text, batches and files; the log-probabilities of a document do not depend on them.
 OPTIONS_THAT_MAY_DIFFER = frozenset({"shard_tokens", "batch_tokens", "long_documents", "max_length"})
@@ -129,7 +130,7 @@ def _write_slices(folder: StorageFolder, taken: Sequence[ShardSlice]) -> list[di
     """Link, copy or slice the shards; return their manifest entries."""
     entries: list[dict[str, Any]] = [{}] * len(taken)
     whole: dict[int, dict[str, str]] = {}
-    with terminal.Progress("cache-teacher", len(taken), "shards") as progress:
+    with Progress("cache-teacher", len(taken), "shards") as progress:
         for number, piece in enumerate(taken):
             file = shard_file_name(number)
             if piece.is_full_shard:

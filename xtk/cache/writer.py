@@ -34,6 +34,7 @@ from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import CorruptError
 from xtk.files.atomic_files import canonical_json, parse_json_object, sha256
 from xtk.files.storage_folders import StorageFolder
+from xtk.progress import Progress
 
 
 class ShardedCacheWriter:
@@ -130,7 +131,7 @@ class ShardedCacheWriter:
         """Read shards completely; keep the manifest entries of valid ones and yield the others."""
         if not numbers:
             return
-        with terminal.Progress("cache-teacher: checking", len(numbers), "shards") as progress:
+        with Progress("cache-teacher: checking", len(numbers), "shards") as progress:
             for at, number in enumerate(numbers):
                 if at % PREFETCHED_SHARDS == 0:
                     self.folder.prefetch([shard_file_name(other) for other in numbers[at : at + PREFETCHED_SHARDS]])

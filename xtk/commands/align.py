@@ -10,6 +10,7 @@ import typer
 from xtk import terminal
 from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, output_option
 from xtk.options.shared import ConfigOption, CorpusOptions, ForceOption, QuietOption
+from xtk.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -158,7 +159,7 @@ def _align_all(
 
     statistics = AlignmentStatistics(student, teacher, num_worst=worst)
     begin: list[AlignedDocument] = []
-    with terminal.Progress("align", None, "documents") as progress:
+    with Progress("align", None, "documents") as progress:
         for group in align_documents(documents, student, teacher):
             statistics.add(group)
             begin += group[: first - len(begin)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from xtk import terminal
 from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, output_option
 from xtk.options.shared import ConfigOption, CorpusOptions, ForceOption, JsonOption, QuietOption
+from xtk.progress import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -205,7 +206,7 @@ def _counts_projection(
         if projection is not None:
             remove_counting_state(path)
             return projection
-    with terminal.Progress("build-projection", None, "documents") as progress:
+    with Progress("build-projection", None, "documents") as progress:
         counts = count_corpus_cooccurrences(student, teacher, data, path, progress.advance)
     projection = build(student, teacher, "cooccurrence", special_tokens=matching, counts=counts, **chosen)
     write_projection(projection, path)

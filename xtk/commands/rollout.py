@@ -39,6 +39,7 @@ from xtk.options.shared import (
     StartTokenOption,
     TrustRemoteCodeOption,
 )
+from xtk.progress import Progress
 from xtk.rollouts import GENERATORS
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def _write_rollouts(
     with (
         write_output(path) as temporary,
         temporary.open("w", encoding="utf-8") as stream,
-        terminal.Progress("rollout", count, "prompts") as progress,
+        Progress("rollout", count, "prompts") as progress,
     ):
         for prompt, rollouts in groups:
             for one in rollouts:

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xtk import terminal
 from xtk.errors import XtkError
 from xtk.evaluation.byte_text_categories import TEXT_CATEGORIES, WHITE_SPACE, categorize_bytes
 from xtk.evaluation.standard_errors import Ratio
@@ -20,6 +19,7 @@ from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import max_context_length
 from xtk.models.output_head import compute_token_logprobs
 from xtk.numba_kernel import numba_kernel
+from xtk.progress import Progress
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence, count_preserved_bytes, tokenize_documents
 from xtk.text.tokenizer import Tokenizer
@@ -246,7 +246,7 @@ class _ScoredTokens:
 def _read_batches(corpus: Iterable[Document]) -> Iterator[list[Document]]:
     group: list[Document] = []
     total = len(corpus) if isinstance(corpus, Sized) else None
-    with terminal.Progress("evaluate", total, "documents") as progress:
+    with Progress("evaluate", total, "documents") as progress:
         for document in corpus:
             group.append(document)
             if len(group) == READ_BATCH_SIZE:

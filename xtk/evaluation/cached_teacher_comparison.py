@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xtk import terminal
 from xtk.batches.top1_agreement import TeacherTopTokens, TokenMatching
 from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
@@ -20,6 +19,7 @@ from xtk.losses.head import fused_loss
 from xtk.losses.term import LossTerm, make_loss_inputs, masks_whitespace
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.output_head import compute_token_logprobs
+from xtk.progress import Progress
 from xtk.text.chat.regions import RegionWeights, token_regions
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
@@ -86,7 +86,7 @@ def compare_with_teacher(
     model.eval()
     names = [*(objective.name for objective in objectives), *([AGREEMENT_METRIC] if matching is not None else [])]
     sums, counts = np.zeros((2, len(names), len(cache)))
-    with terminal.Progress("evaluate", len(cache), "documents against the teacher") as progress:
+    with Progress("evaluate", len(cache), "documents against the teacher") as progress:
         for start in range(0, len(cache), READ_BATCH_SIZE):
             numbers = range(start, min(start + READ_BATCH_SIZE, len(cache)))
             read = _prepare_documents(

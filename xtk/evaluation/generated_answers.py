@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk import terminal
 from xtk.errors import NonFiniteModelError, XtkError
 from xtk.evaluation.standard_errors import Estimate
+from xtk.progress import Progress
 from xtk.rewards.reward_spec import WeightedRewards
 from xtk.rollouts.generator_interface import Generator, SamplingConfig
 from xtk.rollouts.prompts import unscored_error
@@ -176,7 +176,7 @@ def evaluate_answers(
     answered, not_finite = np.zeros(len(prompts), np.bool_), np.zeros(len(prompts), np.bool_)
     index_of = {prompt.number: at for at, prompt in enumerate(prompts)}
     mine = prompts[process_share.rank :: process_share.num_processes]
-    with terminal.Progress("evaluate", len(mine), "problems") as progress:
+    with Progress("evaluate", len(mine), "problems") as progress:
         for group in _batched(mine, max(1, COMPLETIONS_PER_BATCH // num_generations)):
             rollouts = generate_rollouts(
                 group, generator, tokenizer, sampling, num_generations=num_generations, seed=seed,

@@ -13,9 +13,9 @@ from typing import Any, TextIO
 
 import torch
 
-from xtk import terminal
 from xtk.errors import NonFiniteModelError
 from xtk.evaluation.generated_answers import NON_FINITE_HINT, ProcessShare
+from xtk.progress import Progress
 from xtk.text.tokenizer import Tokenizer
 
 PROGRESS_BATCH_SIZE = 512  # requests between progress updates; each batch is sorted by length
@@ -84,7 +84,7 @@ class HarnessModel:
             for one in range(share.num_processes)
         ]
         mine = by_rank[share.rank]
-        with contextlib.redirect_stderr(self._stderr), terminal.Progress("evaluate", len(mine), "requests") as progress:
+        with contextlib.redirect_stderr(self._stderr), Progress("evaluate", len(mine), "requests") as progress:
             for start in range(0, len(mine), PROGRESS_BATCH_SIZE):
                 part = [requests[at] for at in mine[start : start + PROGRESS_BATCH_SIZE]]
                 results += method(part, disable_tqdm=True)

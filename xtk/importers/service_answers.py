@@ -20,6 +20,7 @@ from xtk.files.atomic_files import atomic_write, canonical_json, sha256
 from xtk.files.output import OutputKind
 from xtk.importers.completion_logprobs import read_answer, row_errors
 from xtk.options.service_options import CHAT, ECHO, TEXT, ServiceOptions
+from xtk.progress import Progress
 from xtk.text.document import Document
 
 _PATHS = {CHAT: "/chat/completions", TEXT: "/completions", ECHO: "/completions"}
@@ -302,7 +303,7 @@ class ServiceClient:
             # An answer of another model than those of the file is refused.
             self._endpoint.answers_as = self._endpoint.answers_as or stored.model
         left = {key: one for key, one in unique.items() if key not in file.answers}
-        with terminal.Progress("query-teacher", len(requests), "answers", done=len(requests) - len(left)) as progress:
+        with Progress("query-teacher", len(requests), "answers", done=len(requests) - len(left)) as progress:
             gather_responses(self._pool, [self._request_answer(request, file, progress) for request in left.values()])
         self._note_unusable()
         if self._error is not None:

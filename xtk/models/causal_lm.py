@@ -20,6 +20,7 @@ from xtk.models.weight_validation import (
     check_weights_finite,
     compare_headers_with_config,
 )
+from xtk.progress import phase
 from xtk.text.model_config_json import hub_kernel_repositories, read_model_config
 from xtk.text.tokenizer import Tokenizer
 from xtk.untrusted_json import parse_json
@@ -60,7 +61,7 @@ def load_causal_lm(
     _check_weight_files(folder)
     _reject_hub_kernels([str(options.get("attn_implementation", ""))], "attn_implementation", ref)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), phase(f"loading {ref.name or folder}"):
             warnings.simplefilter("ignore")
             model, loading_info = auto_model_class(configuration).from_pretrained(
                 folder,

@@ -21,6 +21,7 @@ from xtk.errors import XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX, read_json, write_json
 from xtk.files.output import Output, OutputKind
 from xtk.models.causal_lm import silence_transformers
+from xtk.progress import phase
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.quickstart.tiny_models import make_student, make_teacher
 from xtk.subprocesses import die_with_parent
@@ -206,15 +207,12 @@ def _run_printed_command(command: str) -> str:
     words = shlex.split(command)
     words = words[: words.index(">")] if ">" in words else words
     arguments = words[1:] + (["--quiet"] if terminal.is_quiet() else [])
-    done = subprocess.run(
-        [sys.executable, "-m", "xtk", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
-        check=False,
-    )
+    with phase(""):
+        done = subprocess.run(
+            [sys.executable, "-m", "xtk", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL), check=False,
+        )  # fmt: skip
     if done.returncode == 130:
         raise KeyboardInterrupt
     if done.returncode:

@@ -26,6 +26,7 @@ from xtk.cache.writer import ShardedCacheWriter, mark_cache_unfinished, store_sh
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.files.storage_folders import open_folder
+from xtk.progress import Progress
 from xtk.teachers.backend_interface import TeacherBackend
 from xtk.teachers.cache_build_config import (
     CacheRequest,
@@ -267,6 +268,6 @@ def _write_missing_shards(
         terminal.note(f"cache-teacher: continuing, {len(mine) - len(missing)} of {len(mine)} shards already exist")
     total = sum(tokens.values())
     done = total - sum(tokens[number] for number in missing)
-    with terminal.Progress("cache-teacher", total, "tokens", done=done) as progress:
+    with Progress("cache-teacher", total, "tokens", done=done) as progress:
         for number, entry in write(missing, progress.advance_with_rate):
             writer.add_manifest_entry(number, entry)

@@ -12,6 +12,7 @@ from xtk import terminal
 from xtk.data.corpus_reader import Corpus, CorpusFingerprint
 from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
+from xtk.progress import phase
 from xtk.text.document import Document
 from xtk.text.normalization_changes import NormalizationLoss, count_normalization_loss
 from xtk.text.teacher_tokenization import teacher_views
@@ -81,6 +82,7 @@ class ShardPlan:
         self.max_chunk_tokens = max(self.max_chunk_tokens, size)
 
 
+@phase("reading and tokenizing the data")
 def make_shard_plan(
     sharding: ShardingOptions,
     corpus: Corpus,

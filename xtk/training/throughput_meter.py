@@ -73,7 +73,9 @@ class ThroughputMeter:
         seconds = max(now - self._interval_start, 1e-9)
         waiting = min(1.0, self._layout.all_reduce_max(round(1e6 * self._waited)) / 1e6 / seconds)
         memory = self._layout.all_reduce_max(peak_memory_bytes(self._device)) / 2**30
-        self.summary = f"{tokens / seconds:,.0f} tokens/s  {memory:.1f} GiB  data wait {waiting:.1%}"
+        # The first step contains the start of the run: its rate says nothing about the next ones.
+        if self._all_tokens:
+            self.summary = f"{tokens / seconds:,.0f} tokens/s  {memory:.1f} GiB  data wait {waiting:.1%}"
         self._all_tokens += int(tokens)
         self._tokens, self._waited = 0, 0.0
         self._unaligned[:] = 0

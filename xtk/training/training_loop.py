@@ -36,6 +36,7 @@ from xtk.parallel import process_group
 from xtk.parallel.graceful_stop import StopListener
 from xtk.parallel.host_to_device import read_together
 from xtk.parallel.parallel_config import ParallelConfig
+from xtk.progress import Progress
 from xtk.runs.checkpoint import INTERRUPTED, STUDENT, CheckpointSaver, remove_old_checkpoints
 from xtk.runs.folder import METRICS_FILE, run_fingerprint
 from xtk.runs.metrics_file import MetricsFile, first_values, last_values
@@ -133,14 +134,14 @@ class _TrainingLoop:
     def train(self) -> dict[str, Any]:
         """Take all remaining steps; return the content of `xtk.json`."""
         run = self.run
-        if run.has_evaluation and run.logging_config.eval_on_start and not self.first_step:
-            with self.meter.exclude_from_rate():
-                _log(run, self.metrics, {"step": 0, **self._evaluate(0)})
         steps = self.first_step
         with (
-            terminal.Progress("distill", run.steps, "steps", done=self.first_step) as progress,
+            Progress("distill", run.steps, "steps", done=self.first_step) as progress,
             StopListener(run.logging_config.deadline) as stop,
         ):
+            if run.has_evaluation and run.logging_config.eval_on_start and not self.first_step:
+                with self.meter.exclude_from_rate():
+                    _log(run, self.metrics, {"step": 0, **self._evaluate(0)})
             batches = self.meter.timed(_step_batches(run, range(self.first_step, run.steps), self.meter, stop))
             is_last = False
             while not is_last and steps < run.steps:
@@ -153,11 +154,7 @@ class _TrainingLoop:
                 if (_saves_at(run, steps) or stopped) and not is_last:
                     with self.meter.exclude_from_rate():
                         self._save(steps)
-                hidden = (REGION_METRICS, TEACHER_METRIC, STUDENT_METRIC)
-                shown = "  ".join(
-                    f"{name} {value:.4f}" for name, value in losses.items() if not name.startswith(hidden)
-                )
-                progress.advance(1, f"{shown}  {self.meter.summary}")
+                progress.advance(1, f"{shown_losses(losses)}  {self.meter.summary}")
                 if stopped and not is_last:
                     _raise_stopped(run, steps, stopped)
         return self._finish(steps)
@@ -401,6 +398,15 @@ def step_batch_builder(run: TrainingRun) -> StepBatchBuilder:
     max_tokens = recipe.max_batch_tokens or 0
     return StepBatchBuilder(run.batch_builder, run.sampler, recipe.per_device_train_batch_size, max_tokens,
                        layout.data_shard, layout.num_data_shards, run.accelerator.device.type == "cuda")  # fmt: skip
+
+
+def shown_losses(metrics: Mapping[str, float]) -> str:
+    """Return the metrics of a step that the progress shows: the loss first, and no value twice."""
+    names: dict[float, str] = {}  # the name that a value is shown with: a single loss is the total loss, too
+    for name, value in metrics.items():
+        if not name.startswith((REGION_METRICS, TEACHER_METRIC, STUDENT_METRIC)):
+            names.setdefault(value, name)
+    return "  ".join(f"{name} {value:.4f}" for value, name in names.items())
 
 
 def _log(run: TrainingRun, metrics: MetricsFile | None, record: dict[str, Any]) -> None:

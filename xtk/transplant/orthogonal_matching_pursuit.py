@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xtk import terminal
 from xtk.numba_kernel import numba_kernel
+from xtk.progress import Progress
 from xtk.projection.vocabulary_pair import SparseEntries
 
 NUM_ATOMS = 64  # arXiv 2506.06607
@@ -49,7 +49,7 @@ def combine_donor_rows(
     count = min(num_candidates, len(shared))
     limit = min(num_atoms, count, donor.shape[1])
     parts: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]] = []
-    with terminal.Progress("omp", len(missing), "tokens") as progress:
+    with Progress("transplant", len(missing), "tokens") as progress:
         for batch in np.array_split(missing, range(BATCH_TOKENS, len(missing), BATCH_TOKENS)):
             targets = torch.from_numpy(donor[batch]).to(device)
             near = (targets @ atoms.T).abs().topk(count, dim=1).indices.sort(dim=1).values
