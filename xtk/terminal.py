@@ -24,6 +24,7 @@ _PIPE_HINT = "pipe an xtk command that prints the path of its output, or give th
 _CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+STYLES = {"bold": "1", "dim": "2", "error": "1;31", "hint": "36"}  # SGR codes of ECMA-48
 
 
 class _Terminal:
@@ -46,6 +47,12 @@ def printable(text: str) -> str:
     Newlines and tabs are kept. All output of xtk is escaped, except for results that another program reads.
     """
     return _CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """Return a text in a style of `STYLES`, if a stream is a terminal that may show colors."""
+    shows_colors = stream.isatty() and "NO_COLOR" not in os.environ
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if shows_colors and text else text
 
 
 def redirect_stdout_to_stderr() -> None:
@@ -102,6 +109,11 @@ def set_main_process(is_main: bool) -> None:
 def result_line(line: str) -> None:
     """Write one line of results to stdout, with control characters escaped."""
     _write_result(printable(line))
+
+
+def result_heading(title: str) -> None:
+    """Write a heading of results: bold on a terminal."""
+    _write_result(styled(printable(title), "bold", result_stream()))
 
 
 def result_line_unescaped(line: str) -> None:
@@ -195,6 +207,14 @@ def format_duration(seconds: float) -> str:
     if total < 3600:
         return f"{total // 60}m{total % 60:02d}s"
     return f"{total // 3600}h{total % 3600 // 60:02d}m"
+
+
+def format_bytes(count: int) -> str:
+    """Return a size as text: 812 B, 2.3 MiB, 1.0 GiB."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:,.0f} B" if units[0] == "B" else f"{size:,.1f} {units[0]}"
 
 
 def piped_lines() -> list[str]:

@@ -186,8 +186,8 @@ def test_projection_with_an_invalid_header_is_refused(run, projection, tmp_path,
 
 def test_inspect_reports_whether_checksums_were_verified(run, cache):
     plain, verified = run("inspect", cache).stdout, run("inspect", cache, "--verify").stdout
-    assert "not checked (--verify)" in plain
-    assert "not checked" not in verified
+    assert "verified: no (--verify)" in plain
+    assert "verified: yes" in verified
     assert json.loads(run("inspect", cache, "--json").stdout)["statistics"]["verified"] is None
     assert json.loads(run("inspect", cache, "--verify", "--json").stdout)["statistics"]["verified"] is True
 

@@ -15,6 +15,8 @@ from small_inputs import Pair
 from xtk_processes import run_here
 
 from xtk.cache.reader import TeacherCache
+from xtk.projection.file import read_projection
+from xtk.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,8 @@ def folder(run, pair: Pair, tmp_path_factory) -> Path:
     pyarrow.parquet.write_table(table, folder / "data.parquet")
     for name, content in {
         "data.csv": "text\nAnna\n", "data.txt": "Anna", "data.json": "[]", "notes": "my notes", "notes.md": "#",
-        "answers.jsonl": '{"key": "sha256:0', "recipe.json": "{}", "xtk.json": "{}",
+        "other-columns.csv": "body\nAnna\n", "answers.jsonl": '{"key": "sha256:0', "recipe.json": "{}",
+        "xtk.json": "{}",
     }.items():  # fmt: skip
         (folder / name).write_text(content)
     return folder
@@ -48,8 +51,11 @@ def test_every_file_of_an_intact_cache_is_known(run, folder, name):
         assert record["statistics"]["bytes"] == path.stat().st_size
     else:
         stderr = " ".join(run_here("inspect", path, code=1).stderr.split())
-        assert "one file of a teacher cache, a run, a model or a tokenizer" in stderr
-        assert f"inspect the folder: xtk inspect {path.parent}" in stderr
+        assert (
+            f"this file is the {'manifest of a teacher cache' if name == 'manifest' else 'file of a tokenizer'}"
+            in stderr
+        )
+        assert f"try: xtk inspect {path.parent}" in stderr
 
 
 def test_vocabulary_order_is_described_and_its_damage_is_seen(run, folder, tmp_path):
@@ -69,28 +75,97 @@ def test_projection_is_known_by_its_header(run, folder, name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "hint"),
+    ("name", "kind", "text"),
     [
-        ("model.gguf", "a model (GGUF)", "use it as a model, for example: xtk evaluate"),
-        ("model/model.safetensors", "a file of weights", "inspect the folder: xtk inspect"),
-        ("model/tokenizer.json", "one file of a", "inspect the folder: xtk inspect"),
-        ("model/config.json", "one file of a", "inspect the folder: xtk inspect"),
-        ("recipe.json", "one file of a", "inspect the folder: xtk inspect"),
-        ("xtk.json", "one file of a", "inspect the folder: xtk inspect"),
-        ("data.parquet", "data", "check it with two models: xtk doctor STUDENT TEACHER"),
-        ("data.arrow", "data", "check it with two models: xtk doctor STUDENT TEACHER"),
-        ("data.csv", "data", "check it with two models: xtk doctor STUDENT TEACHER"),
-        ("data.txt", "data", "check it with two models: xtk doctor STUDENT TEACHER"),
-        ("data.json", "data", "check it with two models: xtk doctor STUDENT TEACHER"),
-        ("data.jsonl", "data", "check it with two models: xtk doctor STUDENT TEACHER"),
-        ("answers.jsonl", "a file of answers of query-teacher", "xtk cache import"),
+        ("model.gguf", "gguf-model", "xtk cache-teacher"),
+        ("data.parquet", "data", "columns: text"),
+        ("data.arrow", "data", "columns: text"),
+        ("data.csv", "data", "columns: text"),
+        ("data.txt", "data", "xtk evaluate MODEL"),
+        ("data.jsonl", "data", "xtk doctor STUDENT TEACHER"),
+        ("other-columns.csv", "data", "--columns text=COLUMN"),
+        ("answers.jsonl", "answers of xtk query-teacher", "xtk cache import"),
         ("export.jsonl", "an exported teacher cache", "xtk cache import"),
-        ("notes", "not of a kind that xtk knows", "give a teacher cache"),
-        ("notes.md", "not of a kind that xtk knows", "give a teacher cache"),
     ],
 )
-def test_other_file_is_named_with_what_can_be_done(folder, name, what, hint):
+def test_other_file_is_described_with_the_commands_that_read_it(folder, name, kind, text):
+    record = json.loads(run_here("inspect", folder / name, "--json").stdout)
+    assert record["kind"] == kind
+    assert record["statistics"]["bytes"] == (folder / name).stat().st_size
+    assert text in run_here("inspect", folder / name).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("model/model.safetensors", "a file of weights, which is inspected with its folder"),
+        ("model/tokenizer.json", "the file of a tokenizer, which is inspected with its folder"),
+        ("model/config.json", "the configuration of a model, which is inspected with its folder"),
+        ("recipe.json", "the recipe of a run of xtk distill, which is inspected with its folder"),
+        ("xtk.json", "the manifest of a run of xtk distill, which is inspected with its folder"),
+        ("notes", "not of a kind that xtk knows"),
+        ("notes.md", "not of a kind that xtk knows"),
+    ],
+)
+def test_file_without_a_description_is_named(folder, name, what):
     stderr = " ".join(run_here("inspect", folder / name, code=1).stderr.split())
-    assert f"this file is not an artifact that inspect describes; it is {what}" in stderr
-    assert hint in stderr
-    assert not any(word in stderr for word in ("projection file", "checksum", "delete", "remove", "corrupt"))
+    assert f"this file is {what}" in stderr
+    if "folder" in what:
+        assert f"try: xtk inspect {(folder / name).parent}" in stderr
+
+
+def test_folder_of_artifacts_is_listed(folder, tmp_path):
+    for name in ("cache", "model", "model.gguf", "data.csv", "projection", "p.safetensors", "notes"):
+        (tmp_path / name).symlink_to(folder / name)
+    contents = json.loads(run_here("inspect", tmp_path, "--json").stdout)["statistics"]["contents"]
+    expected = {"cache": "a teacher cache", "model": "a model", "model.gguf": "a GGUF model", "data.csv": "a data file",
+                "projection": "a projection", "p.safetensors": "a projection"}  # fmt: skip
+    assert contents == expected
+
+
+def test_headline_has_the_sizes_of_the_cache_rounded(folder):
+    printed = run_here("inspect", folder / "cache").stdout.splitlines()
+    figures = TeacherCache(folder / "cache").manifest["shards"]
+    positions, size = (sum(shard[name] for shard in figures) for name in ("positions", "bytes"))
+    assert printed[1].startswith(
+        f"  1 document, {positions:,} positions, {size / 1024:,.1f} KiB, {size / positions:.1f} B/"
+    )
+    assert printed[1].endswith("; teacher: teacher; verified: no (--verify)")
+    hashes = [word for line in printed for word in line.split() if word.startswith("sha256:")]
+    assert {len(word) for word in hashes} == {len("sha256:") + 8}
+    everything = run_here("inspect", folder / "cache", "--all").stdout
+    assert TeacherCache(folder / "cache").header["teacher"]["weights"] in everything
+
+
+@pytest.mark.parametrize("given", ["532", "text:<|begin_of_text|>", "400"])
+def test_row_of_a_projection_is_printed(folder, pair, given):
+    projection = read_projection(folder / "projection")
+    done = run_here("inspect", folder / "projection", pair.student, pair.teacher, "--token", given, "--json")
+    record = json.loads(done.stdout)
+    token = record["student_token"]["id"]
+    low, high = projection.row_offsets[token : token + 2]
+    weights = dict(zip(projection.teacher_ids[low:high].tolist(), projection.weights[low:high].tolist(), strict=True))
+    assert {entry["id"]: entry["weight"] for entry in record["entries"]} == pytest.approx(weights, abs=1e-6)
+    student = Tokenizer(pair.student)
+    if given.isdecimal():
+        assert token == int(given)
+        assert bytes.fromhex(record["student_token"]["bytes"]) == student.vocabulary.bytes_of(token)
+    else:
+        assert token == 0
+    alone = run_here("inspect", folder / "projection", "--token", str(token))
+    assert f"student token {token}" in alone.stdout
+    assert "to see the tokens' text" in alone.stderr
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [("99999", "has no row 99999"), ("text:xyzzy", "has no token 'xyzzy'"), ("x", "not a token id")],
+)
+def test_row_that_is_not_there_is_refused(folder, pair, token, message):
+    done = run_here("inspect", folder / "projection", pair.student, pair.teacher, "--token", token, code=1)
+    assert message in done.stderr
+
+
+def test_row_needs_the_tokenizers_of_the_projection(folder, metaspace):
+    done = run_here("inspect", folder / "projection", metaspace, "--token", 1, code=1)
+    assert "neither the student's nor the teacher's" in done.stderr

@@ -10,11 +10,12 @@ from typing import Any
 import typer
 
 from xtk import terminal
+from xtk.commands.inspect_other_files import describe_folder, describe_other_file
+from xtk.commands.inspect_printing import print_description
+from xtk.commands.projection_rows import print_projection_rows
 from xtk.errors import XtkError
 from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
 from xtk.options.shared import ConfigOption, ForceOption, JsonOption, QuietOption
-
-MAX_LIST_ITEMS = 10  # longest list that is printed in full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,16 @@ class InspectOptions(ForceOption, JsonOption, QuietOption, ConfigOption, Command
     """Options of `xtk inspect`."""
 
     artifacts: tuple[str, ...] = argument(
-        REQUIRED, "Projections, caches, shards, run folders or tokenizers; - for standard input.", metavar="ARTIFACT..."
+        REQUIRED,
+        "Projections, caches, shards, runs, models, data files, or a folder of these; - for standard input.",
+        metavar="ARTIFACT...",
+    )
+    everything: bool = option(False, "Print all values, unrounded.", flags=("--all",))
+    token: tuple[str, ...] = option(
+        (),
+        "Print a student token's row of a projection. Give PROJECTION STUDENT TEACHER to see the tokens' text. "
+        "Repeatable.",
+        metavar="ID|text:TEXT",
     )
     verify: bool = option(
         False, "Read all data: verify the checksums of projections and caches, and the weights of models."
@@ -35,18 +45,23 @@ def inspect(options: InspectOptions) -> None:
 
     Examples:
         xtk inspect cache --verify
-        xtk inspect projection.safetensors cache student --json
+        xtk inspect projection.safetensors ./student ./teacher --token 1465
     """
     terminal.set_quiet(options.quiet)
     paths = [path for given in options.artifacts for path in terminal.path_arguments(given)]
     if options.html and len(paths) > 1:
         raise typer.BadParameter("--html takes one teacher cache; run xtk inspect once for each cache")
-    for path in paths:
+    if options.token:
+        print_projection_rows(paths, options.token, as_json=options.as_json)
+        return
+    for number, path in enumerate(paths):
         record = _describe(path, options)
         if options.as_json:
             terminal.result_json(record)
         else:
-            _print_description(record)
+            if number:
+                terminal.result_line("")
+            print_description(record, everything=options.everything)
 
 
 def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
@@ -76,11 +91,7 @@ def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
         return _describe_run(path, verify=options.verify)
     if any((path / name).is_file() for name in ("config.json", "tokenizer.json", "tokenizer.model", "tekken.json")):
         return _describe_model(path, verify=options.verify)
-    raise XtkError(
-        "the folder is neither an artifact of xtk nor a model or tokenizer",
-        where=str(path),
-        hint="give a teacher cache, projection, rollout file, run, model or tokenizer",
-    )
+    return describe_folder(path)
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
@@ -101,39 +112,7 @@ def _describe_file(path: Path) -> dict[str, Any]:
     is_truncated = len(start) > 8 and HEADER_PREFIX.startswith(start[8:])
     if is_truncated or has_projection_metadata(path):
         return _describe_projection(path)
-    raise _other_file_error(path, start)
-
-
-# Files of folders that are described as a whole.
-_FOLDER_FILES = ("manifest.json", "recipe.json", "xtk.json", "metrics.jsonl", "config.json", "generation_config.json",
-                 "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "chat_template.jinja",
-                 "special_tokens_map.json", "added_tokens.json")  # fmt: skip
-
-
-def _other_file_error(path: Path, start: bytes) -> XtkError:
-    """Return the error for a file that is not an artifact: what it is, and what can be done with it."""
-    from xtk.data.data_file_readers import FORMATS
-    from xtk.data.text_streams import file_extension
-    from xtk.importers.cache_export import EXPORT
-    from xtk.importers.service_answers import ANSWERS
-
-    import_hint = f"make a teacher cache of it: xtk cache import {path} -o CACHE"
-    folder_hint = f"inspect the folder: xtk inspect {path.parent}"
-    if start.startswith(b"GGUF"):
-        what, hint = "a model (GGUF)", f"use it as a model, for example: xtk evaluate {path} DATA"
-    elif path.name in _FOLDER_FILES:
-        what, hint = "one file of a teacher cache, a run, a model or a tokenizer", folder_hint
-    elif path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
-        what, hint = "a file of weights, without a projection of xtk", folder_hint
-    elif path.suffix == ".jsonl" and ANSWERS.is_own(path):
-        what, hint = "a file of answers of query-teacher", import_hint
-    elif file_extension(str(path)) in FORMATS and EXPORT.is_own(path):
-        what, hint = "an exported teacher cache", import_hint
-    elif file_extension(str(path)) in FORMATS:
-        what, hint = "data, if xtk did not write it", f"check it with two models: xtk doctor STUDENT TEACHER {path}"
-    else:
-        what, hint = "not of a kind that xtk knows", "give a teacher cache, projection, rollout file, run or model"
-    return XtkError(f"this file is not an artifact that inspect describes; it is {what}", where=str(path), hint=hint)
+    return describe_other_file(path)
 
 
 def _describe_vocabulary_order(path: Path) -> dict[str, Any]:
@@ -273,34 +252,3 @@ def _describe_model(path: Path, *, verify: bool) -> dict[str, Any]:
         "header": {**tokenizer_identity(tokenizer), "template": tokenizer.template_fingerprint},
         "statistics": statistics,
     }
-
-
-def _print_description(record: dict[str, Any]) -> None:
-    from xtk.pages.projection_audit import audit_lines
-
-    terminal.result_line(f"{record['path']}: {record['kind']}")
-    audited = record["header"].get("audit") if record["kind"] == "projection" else None
-    for section in ("header", "statistics"):
-        shown = {key: value for key, value in record[section].items() if key != "audit" or audited is None}
-        for name, value in _flatten_record(shown):
-            text = "not checked (--verify)" if name == "verified" and value is None else value
-            terminal.result_line(f"  {name:32} {text}")
-    for line in audit_lines(audited) if audited else ():
-        terminal.result_line(line)
-
-
-def _flatten_record(content: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    lines: list[tuple[str, Any]] = []
-    for name, value in content.items():
-        if isinstance(value, dict):
-            lines += _flatten_record(value, f"{prefix}{name}.")
-        else:
-            lines.append((prefix + name, _short_value(value)))
-    return lines
-
-
-def _short_value(value: Any) -> Any:
-    """Return a value as text for one line; for a long list, its length."""
-    if isinstance(value, list) and len(value) > MAX_LIST_ITEMS:
-        return f"{len(value):,} entries (--json prints them)"
-    return f"{value:,}" if type(value) is int else value

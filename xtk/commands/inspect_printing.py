@@ -1,0 +1,207 @@
+"""What `xtk inspect` prints about an artifact: a headline, groups of rounded values, or all values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from xtk import terminal
+
+MAX_LIST_ITEMS = 10  # longest list that is printed in full
+NO_SEPARATORS = ("seed", "steps", "step", "algorithm_version")
+_SHA256 = re.compile(r"(sha256:[0-9a-f]{8})[0-9a-f]{56}")
+# Kinds in other words than those of --json.
+KINDS = {
+    "teacher-cache": "teacher cache",
+    "teacher-cache-shard": "shard of a teacher cache",
+    "teacher-cache-vocabulary-order": "tokens of a teacher cache by frequency",
+    "student": "model trained by xtk distill",
+    "unfinished student": "unfinished run of xtk distill",
+    "gguf-model": "GGUF model",
+    "quickstart": "folder of a quickstart",
+}
+# Values by kind and group, as paths in the JSON record; `*`: one line for each value of an object.
+GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
+    "teacher-cache": {
+        "Teacher": (
+            "header.teacher.name", "header.teacher.embedding_rows", "header.teacher.special_tokens",
+            "header.teacher.tokenizer", "header.teacher.weights", "header.options.backend", "header.options.dtype",
+        ),
+        "Stored per position": (
+            "header.options.support", "header.options.top_k", "header.options.top_p", "header.codec.num_samples",
+            "header.codec.precision", "statistics.mean_stored_mass", "statistics.mean_exact_ids",
+            "statistics.quantization_kl_nats",
+        ),
+        "Teacher on this text": (
+            "statistics.teacher_bits_per_byte", "statistics.mean_entropy_nats",
+            "statistics.observed_outside_top_k_fraction", "statistics.vocabulary_fraction",
+        ),
+        "Size": (
+            "statistics.tokens", "statistics.shards", "statistics.bytes", "statistics.bytes_by_section",
+            "statistics.shared_file_bytes",
+        ),
+    },
+    "projection": {
+        "Method": ("header.method", "header.options", "header.prunings", "header.merges", "header.special_tokens"),
+        "Student": ("header.student.tokens", "header.student.tokenizer", "header.student.special_tokens"),
+        "Teacher": ("header.teacher.tokens", "header.teacher.tokenizer", "header.teacher.special_tokens"),
+        "Rows": ("statistics.rows_by_entries", "statistics.widest_column"),
+    },
+    "student": {
+        "Training": (
+            "header.losses", "header.max_steps", "header.num_train_epochs", "header.documents_per_step",
+            "header.learning_rate", "header.lr_scheduler_type", "header.mixed_precision", "header.seed",
+        ),
+        "Inputs": (
+            "header.inputs.cache", "header.inputs.data", "header.inputs.projection",
+            "header.inputs.student.weights", "header.inputs.student.tokenizer",
+        ),
+        "Last metrics": ("statistics.metrics.*",),
+    },
+    "model": {"Tokenizer": ("header.tokenizer", "header.template", "statistics.special_tokens", "statistics.family")},
+    "tokenizer": {"Tokenizer": ("header.*", "statistics.*")},
+    "gguf-model": {"Model": ("header.*", "statistics.tensors", "statistics.bits_per_parameter")},
+    "data": {},
+}  # fmt: skip
+GROUPS["unfinished student"] = GROUPS["student"]
+
+
+def print_description(record: dict[str, Any], *, everything: bool) -> None:
+    """Print an artifact's kind, its headline, and groups of values; `everything`: all values, unrounded."""
+    kind = record["kind"]
+    terminal.result_line(f"{record['path']}: {KINDS.get(kind, kind)}")
+    if headline := _headline(record):
+        terminal.result_line(f"  {headline}")
+    for title, lines in (_all_values(record) if everything else _groups(record)).items():
+        if lines:
+            terminal.result_line("")
+            terminal.result_heading(title)
+            width = max(len(label) for label, _ in lines)
+            for label, text in lines:
+                terminal.result_line(f"  {label:{width}}  {text}".rstrip())
+    for title, entries in _lists(record).items():
+        terminal.result_line("")
+        terminal.result_heading(title)
+        for line in entries:
+            terminal.result_line(f"  {line}")
+
+
+def _lists(record: dict[str, Any]) -> dict[str, list[str]]:
+    """Return lines by title: a projection's audit, what is in a folder, commands that read a file."""
+    from xtk.pages.projection_audit import audit_lines
+
+    statistics, titles = record["statistics"], {}
+    if record["kind"] == "projection" and "audit" in record["header"]:
+        titles["Audit"] = [line.removeprefix("    ") for line in list(audit_lines(record["header"]["audit"]))[1:]]
+    if contents := statistics.get("contents"):
+        width = max(map(len, contents))
+        titles["Contents"] = [f"{name:{width}}  {kind}" for name, kind in contents.items()]
+    if commands := statistics.get("commands"):
+        titles["Commands that read it" if "contents" not in statistics else "Next"] = commands
+    return titles
+
+
+def _headline(record: dict[str, Any]) -> str:
+    """Return what a reader wants to know first, in one line; "" if the groups are short anyway."""
+    header, figures = record["header"], record["statistics"]
+    parts: list[str] = []
+    match record["kind"]:
+        case "teacher-cache" | "teacher-cache-shard":
+            per_position = figures.get("bytes_per_position") or figures["bytes"] / max(figures["positions"], 1)
+            size = f"{terminal.format_bytes(figures['bytes'])}, {per_position:.1f} B/position"
+            parts = [f"{_count(figures['documents'], 'document')}, {_count(figures['positions'], 'position')}, {size}"]
+            parts += [f"teacher: {header['teacher']['name']}"] if "teacher" in header else []
+        case "projection":
+            shape = f"{header['student']['tokens']:,} student tokens to {header['teacher']['tokens']:,} teacher tokens"
+            entries = f"{_count(figures['entries'], 'entry', 'entries')}, {terminal.format_bytes(figures['bytes'])}"
+            parts = [f"{shape}, {entries}", f"method {header.get('method', 'unknown')}"]
+            parts.append(f"unmapped mass {figures['unmapped_mass']:.2%}")
+        case "student" | "unfinished student":
+            parts = _run_headline(header, figures)
+        case "model" | "gguf-model":
+            parts = [f"{figures['parameters']:,} parameters"]
+            parts += [f"{header['tokens']:,} tokens"] if "tokens" in header else []
+        case "tokenizer":
+            parts = [f"{header['tokens']:,} tokens, {figures['special_tokens']:,} special tokens"]
+        case "data":
+            parts = [terminal.format_bytes(figures["bytes"]), f"columns: {', '.join(figures['columns'])}"]
+        case _:
+            parts = [terminal.format_bytes(figures["bytes"])] if "bytes" in figures else []
+    if "verified" in figures:
+        parts.append("verified: yes" if figures["verified"] else "verified: no (--verify)")
+    return "; ".join(parts)
+
+
+def _run_headline(header: dict[str, Any], figures: dict[str, Any]) -> list[str]:
+    metrics = figures.get("metrics") or {}
+    parts = [f"{figures['steps']} steps"] if figures.get("steps") is not None else ["not finished"]
+    shown = {"eval_bits_per_byte": "held-out bits per byte", "student_bits_per_byte": "training bits per byte"}
+    parts += [f"{label} {metrics[name]:.3f}" for name, label in shown.items() if isinstance(metrics.get(name), float)]
+    if header.get("losses"):
+        parts.append(f"loss {' + '.join(header['losses'])}")
+    return [*parts, f"{figures['files_verified']} files verified"] if "files_verified" in figures else parts
+
+
+def _count(number: int, singular: str, plural: str = "") -> str:
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+
+
+def _groups(record: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """Return (label, rounded value) by group; all values of a kind without groups."""
+    groups = GROUPS.get(record["kind"])
+    if groups is None:
+        groups = {"Header": ("header.*",), "Statistics": ("statistics.*",)}
+    return {title: [pair for path in paths for pair in _values_at(record, path)] for title, paths in groups.items()}
+
+
+def _values_at(record: dict[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) of the value at a path such as `header.teacher.name`; nothing if it is missing or empty."""
+    value: Any = record
+    *parents, last = path.split(".")
+    for name in parents:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping):
+        return
+    for name, part in value.items() if last == "*" else [(last, value.get(last))]:
+        hidden = name in ("commands", "contents", "verified", "audit", "kind") or part in (None, "", [], {})
+        if not hidden:
+            yield name.replace("_", " "), _rounded(name, part)
+
+
+def _rounded(name: str, value: Any) -> str:
+    """Return a value as a person writes it: four digits, short hashes, separators in counts but not in ids."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int):
+        return str(value) if name in NO_SEPARATORS or name.endswith("_id") else f"{value:,}"
+    if isinstance(value, Mapping):
+        plain = name.endswith(("_tokens", "_ids"))  # names of tokens with their ids
+        return ", ".join(f"{key} {part if plain else _rounded(str(key), part)}" for key, part in value.items())
+    if isinstance(value, list | tuple):
+        if len(value) > MAX_LIST_ITEMS:
+            return f"{len(value):,} entries (--json prints them)"
+        return " + ".join(map(str, value)) if name == "losses" else ", ".join(_rounded(name, part) for part in value)
+    return _SHA256.sub(r"\1", str(value))
+
+
+def _all_values(record: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """Return (dotted name, unrounded value) of everything that --json prints."""
+    return {
+        "Header": list(_flatten({key: part for key, part in record["header"].items() if key != "audit"})),
+        "Statistics": [pair for pair in _flatten(record["statistics"]) if pair[0].split(".")[0] != "contents"],
+    }
+
+
+def _flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and len(value) > MAX_LIST_ITEMS:
+            yield prefix + name, f"{len(value)} entries (--json prints them)"
+        elif isinstance(value, list):
+            yield prefix + name, ", ".join(map(str, value))
+        else:
+            yield prefix + name, "" if value is None else str(value)
