@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from xtk.errors import XtkError
@@ -24,7 +24,8 @@ _PIPE_HINT = "pipe an xtk command that prints the path of its output, or give th
 _CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-STYLES = {"bold": "1", "dim": "2", "error": "1;31", "hint": "36"}  # SGR codes of ECMA-48
+# SGR codes of ECMA-48.
+STYLES = {"bold": "1", "dim": "2", "error": "1;31", "first_span": "30;106", "second_span": "30;103", "unaligned": "31"}
 
 
 class _Terminal:
@@ -114,6 +115,12 @@ def result_line(line: str) -> None:
 def result_heading(title: str) -> None:
     """Write a heading of results: bold on a terminal."""
     _write_result(styled(printable(title), "bold", result_stream()))
+
+
+def result_styled(parts: Iterable[tuple[str, str]]) -> None:
+    """Write a line of results from (text, style); the styles show only on a terminal."""
+    stream = result_stream()
+    _write_result("".join(styled(printable(text), style, stream) for text, style in parts).rstrip())
 
 
 def result_line_unescaped(line: str) -> None:
@@ -207,6 +214,11 @@ def format_duration(seconds: float) -> str:
     if total < 3600:
         return f"{total // 60}m{total % 60:02d}s"
     return f"{total // 3600}h{total % 3600 // 60:02d}m"
+
+
+def count(number: int, singular: str, plural: str = "") -> str:
+    """Return a number with its noun: 1 document, 2,000 documents; `plural`: if it does not only add an s."""
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
 def format_bytes(count: int) -> str:

@@ -203,7 +203,7 @@ sys.exit(main())
 @pytest.mark.parametrize(
     ("command", "option", "write_function"),
     [
-        (["align", "STUDENT", "TEACHER", "CORPUS", "--html"], "-o", "xtk.pages.html_page.write_page"),
+        (["align", "STUDENT", "TEACHER", "CORPUS"], "--html", "xtk.pages.html_page.write_page"),
         (["inspect", "CACHE"], "--html", "xtk.pages.html_page.write_page"),
         (["cache", "export", "CACHE"], "-o", "xtk.importers.cache_export._rows"),
         (["build-projection", "STUDENT", "TEACHER"], "-o", "xtk.projection.file.write_projection"),

@@ -84,7 +84,7 @@ def commands(pair, corpus, cache, projection, inputs) -> dict[str, Command]:
         ),
         "export": Command(["export", run, "--max-shard-size", "60KB"], is_complete=is_finished),
         "report": Command(["report", run], name="out.html"),
-        "align": Command(["align", student, teacher, text, "--html"], name="out.html"),
+        "align": Command(["align", student, teacher, text], flag="--html", name="out.html"),
         "inspect": Command(["inspect", cache], flag="--html", name="out.html"),
         "sweep": Command(
             ["sweep", student, text, "--loss", "ce", "--max-steps", 2, "--vary", "seed=0 1"], is_complete=lambda _: True

@@ -50,7 +50,7 @@ def commands(run, pair, corpus, cache, projection, finished_run, tmp_path_factor
         "build-projection": ("build-projection", pair.student, pair.teacher),
         "prune-projection": ("prune-projection", projection, "--top-k", 1),
         "report": ("report", finished_run),
-        "align": ("align", pair.student, pair.teacher, "text", "--html"),
+        "align": ("align", pair.student, pair.teacher, "text"),
         "rollout": ("rollout", pair.student, corpus, "--max-prompts", 1, "--max-completion-length", 4),
         "quickstart": ("quickstart",),
     }
@@ -61,8 +61,8 @@ FILE_COMMANDS = ("build-projection", "prune-projection", "report", "align", "rol
 ALL_COMMANDS = (*FOLDER_COMMANDS, *FILE_COMMANDS)
 
 
-def with_output(command: str, arguments: tuple, path: Path, force: tuple = ()) -> tuple:
-    return (*arguments, "-o", path, *(() if command == "quickstart" else force))
+def with_output(command: str, arguments: tuple, path: Path | str, force: tuple = ()) -> tuple:
+    return (*arguments, "--html" if command == "align" else "-o", path, *(() if command == "quickstart" else force))
 
 
 def test_inspect_page_is_rewritten_only_for_the_same_cache(run, pair, corpus, cache, tmp_path):
@@ -109,7 +109,7 @@ def test_root_home_and_input_folders_are_refused_as_outputs(run, commands, pair,
 
 def test_device_is_refused_as_output(run, commands):
     for command in ("build-projection", "report"):
-        assert_refused(run(*commands[command], "-o", "/dev/full", code=None), "a device or a pipe")
+        assert_refused(run(*with_output(command, commands[command], "/dev/full"), code=None), "a device or a pipe")
 
 
 def test_sweep_does_not_write_into_a_log_file_of_the_user(run, commands, tmp_path):

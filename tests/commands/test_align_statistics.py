@@ -140,7 +140,7 @@ def test_the_table_is_plain_text_when_stdout_is_not_a_terminal(run, pair, data):
 @pytest.mark.parametrize("order", ["first", "worst"])
 def test_the_page_shows_every_token_of_both_models_once_and_in_order(run, pair, metaspace, data, tmp_path, order):
     student, teacher = pair.student, metaspace
-    arguments = ("align", student, teacher, data, "--html", "-o", "page.html", "--limit", 40, "--order", order)
+    arguments = ("align", student, teacher, data, "--html", "page.html", "--limit", 40, "--order", order)
     done = run(*arguments, cwd=tmp_path)
     assert done.stdout == "page.html\n"
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
@@ -167,7 +167,7 @@ def test_the_page_shows_every_token_of_both_models_once_and_in_order(run, pair, 
 
 
 def test_token_titles_show_ids_and_bytes(run, pair, tmp_path):
-    run("align", pair.student, pair.teacher, "Anna 日", "--html", "-o", "p.html", cwd=tmp_path)
+    run("align", pair.student, pair.teacher, "Anna 日", "--html", "p.html", cwd=tmp_path)
     page = Page((tmp_path / "p.html").read_text(encoding="utf-8"))
     tokens = page.documents[0]
     vocabularies = [Tokenizer(folder).vocabulary for folder in (pair.student, pair.teacher)]
@@ -184,7 +184,7 @@ def test_token_titles_show_ids_and_bytes(run, pair, tmp_path):
 def test_the_page_states_what_it_leaves_out(run, pair, tmp_path):
     long = "Anna has 1234 apples. " * 2000
     data = small_inputs.write_jsonl(tmp_path / "long.jsonl", [long, *small_inputs.sentences(20)])
-    run("align", pair.student, pair.teacher, data, "--html", "-o", "p.html", "--limit", 3, "--order", "first",
+    run("align", pair.student, pair.teacher, data, "--html", "p.html", "--limit", 3, "--order", "first",
         cwd=tmp_path)  # fmt: skip
     html = (tmp_path / "p.html").read_text(encoding="utf-8")
     assert "3 of 21 documents" in html
@@ -195,19 +195,19 @@ def test_the_page_states_what_it_leaves_out(run, pair, tmp_path):
     assert long.encode().startswith(shown_bytes)
     assert shown_bytes == b"".join(page.documents[0]["teacher"])
     assert len(html) < 4_000_000
-    run("align", pair.student, pair.teacher, data, "--html", "-o", "none.html", "--limit", 0, cwd=tmp_path)
+    run("align", pair.student, pair.teacher, data, "--html", "none.html", "--limit", 0, cwd=tmp_path)
     assert Page((tmp_path / "none.html").read_text(encoding="utf-8")).documents == {}
 
 
 def test_unaligned_tokens_are_on_the_page(run, pair, families, tmp_path):
-    run("align", pair.student, families["word-piece"], "   \n", "--html", "-o", "p.html", cwd=tmp_path)
+    run("align", pair.student, families["word-piece"], "   \n", "--html", "p.html", cwd=tmp_path)
     html = (tmp_path / "p.html").read_text(encoding="utf-8")
     assert b"".join(Page(html).documents[0]["student"]) == b"   \n"
     assert "The last 4 bytes are unaligned." in html
 
 
 def test_the_page_is_written_to_the_output_path_and_replaces_nothing_else(run, pair, data, tmp_path):
-    arguments = ("align", pair.student, pair.teacher, data, "--html", "-o", "sub/no-ending")
+    arguments = ("align", pair.student, pair.teacher, data, "--html", "sub/no-ending")
     record = json.loads(run(*arguments, "--json", cwd=tmp_path).stdout)
     assert (record["path"], record["kind"], record["documents"]) == ("sub/no-ending", "alignment-page", 36)
     path: Path = tmp_path / "sub" / "no-ending"
@@ -226,7 +226,7 @@ def test_the_page_is_written_to_the_output_path_and_replaces_nothing_else(run, p
     assert path.read_text() == "my notes"
 
 
-@pytest.mark.parametrize("arguments", [("--html",), ("-o", "p.html"), ("--html", "-o", "p.html", "--limit", "-1")])
+@pytest.mark.parametrize("arguments", [("--html",), ("-o", "p.html"), ("--html", "p.html", "--limit", "-1")])
 def test_invalid_page_options_are_refused(pair, tmp_path, arguments):
     done = run_here("align", pair.student, pair.teacher, "text", *arguments, cwd=tmp_path, code=2)
     assert done.stdout == ""
@@ -251,7 +251,7 @@ def test_statistics_and_page_of_real_tokenizers_on_gsm8k(run, real_data, tmp_pat
         record["span_kinds"]["1:n"]["spans"] > record["span_kinds"]["n:1"]["spans"] > 0
     )  # mistral-v1 has single digits
     assert len(record["worst_documents"]) == len(record["longest_spans"]) == 5
-    run("align", *tokenizers, *data, "--html", "-o", "p.html", cwd=tmp_path)
+    run("align", *tokenizers, *data, "--html", "p.html", cwd=tmp_path)
     page = Page((tmp_path / "p.html").read_text(encoding="utf-8"))
     assert list(page.documents)[:5] == [worst["document"] for worst in record["worst_documents"]]
     for tokens in page.documents.values():

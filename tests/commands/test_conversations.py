@@ -133,9 +133,7 @@ def test_statistics_of_conversations_count_message_contents_only(run, chat_model
 
 
 def test_the_alignment_page_of_conversations_shows_template_tokens(run, chat_models, conversations, tmp_path):
-    run(
-        "align", chat_models / "student", chat_models / "teacher", conversations, "--html", "-o", tmp_path / "page.html"
-    )
+    run("align", chat_models / "student", chat_models / "teacher", conversations, "--html", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "&lt;|end_of_text|&gt;" in page
     assert "&lt;|im_end|&gt;" in page

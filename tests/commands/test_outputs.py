@@ -43,7 +43,7 @@ def test_a_corrupt_projection_is_replaced_only_with_force(run, pair, projection,
 def test_a_page_of_other_data_is_replaced_only_with_force(run, pair, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "one"}\n')
-    page_options = ("--html", "-o", "page")
+    page_options = ("--html", "page")
     run("align", pair.student, pair.teacher, data, *page_options, cwd=tmp_path)
     run("align", pair.student, pair.teacher, "-", *page_options, cwd=tmp_path, stdin='{"text": "one"}\n')
     data.write_text('{"text": "two"}\n')

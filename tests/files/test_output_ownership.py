@@ -64,7 +64,7 @@ def commands(pair, corpus, cache, projection, run_folder) -> dict[str, list[obje
         "prune-projection": ["prune-projection", projection, "--top-k", 2],
         "rollout": ["rollout", student, run_folder / "prompts.jsonl", "--max-completion-length", 4],
         "report": ["report", run_folder / "run"],
-        "align": ["align", student, teacher, "text", "--html"],
+        "align": ["align", student, teacher, "text"],
         "export-cache": ["cache", "export", cache],
     }
 
@@ -77,10 +77,16 @@ def finished(commands, tmp_path_factory):
     def make(command: str, *, is_other: bool) -> Path:
         if (command, is_other) not in made:
             made[command, is_other] = path = tmp_path_factory.mktemp("own") / "out.jsonl"
-            xtk_processes.run_xtk(*commands[command], "-o", path, *(OTHER_OPTIONS[command] if is_other else ()))
+            xtk_processes.run_xtk(
+                *commands[command], output_flag(command), path, *(OTHER_OPTIONS[command] if is_other else ())
+            )
         return made[command, is_other]
 
     return make
+
+
+def output_flag(command: str) -> str:
+    return "--html" if command == "align" else "-o"
 
 
 def snapshot(path: Path) -> object:
@@ -140,7 +146,7 @@ def test_who_owns_an_output(commands, finished, tmp_path, command, state, force)
     output = tmp_path / "out.jsonl"
     moved = make_state(state, output, command, finished)
     before, old = snapshot(tmp_path), snapshot(moved)
-    arguments = [*commands[command], "-o", output, *(["--force"] if force else [])]
+    arguments = [*commands[command], output_flag(command), output, *(["--force"] if force else [])]
     if state == "locked":
         with writer_lock(output, "file"):
             result = xtk_processes.run_xtk(*arguments, code=None)

@@ -64,14 +64,14 @@ def commands(pair, corpus, cache, projection, metaspace, inputs) -> dict[str, li
         "rollout": ["rollout", student, inputs / "prompts.jsonl", *short],
         "evaluate": ["evaluate-answers", student, inputs / "problems.jsonl", "--reward", "exact", *short],
         "report": ["report", inputs / "run"],
-        "align": ["align", student, teacher, "text", "--html"],
+        "align": ["align", student, teacher, "text"],
         "inspect": ["inspect", cache],
         "export-cache": ["cache", "export", cache],
     }  # fmt: skip
 
 
 def with_output(command: str, arguments: list[object], path: Path) -> list[object]:
-    return [*arguments, "--html" if command == "inspect" else "-o", path]
+    return [*arguments, "--html" if command in ("align", "inspect") else "-o", path]
 
 
 def output_name(command: str) -> str:

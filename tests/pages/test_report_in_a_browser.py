@@ -53,7 +53,7 @@ def pages(pair, cache, corpus, tmp_path_factory) -> dict[str, Path]:
     (root / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in results))
     page = ["--evaluation", root / "results.jsonl", *samples, "--cache", cache, "-o", root / "report.html"]
     run_xtk("report", *runs, *page)
-    run_xtk("align", pair.student, pair.teacher, corpus, "--html", "-o", root / "alignment.html")
+    run_xtk("align", pair.student, pair.teacher, corpus, "--html", root / "alignment.html")
     run_xtk("inspect", cache, "--html", root / "cache.html")
     return {name: root / f"{name}.html" for name in ("report", "alignment", "cache")}
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from xtk import terminal
-from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, output_option
+from xtk.commands.align_printing import print_boxes
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
 from xtk.options.shared import ConfigOption, CorpusOptions, ForceOption, QuietOption
 from xtk.progress import Progress
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from xtk.text.normalization_changes import NormalizationLoss
     from xtk.text.tokenizer import Tokenizer
 
-SPAN_COLORS = ("black on bright_cyan", "black on bright_yellow")
 ORDERS = ("worst", "first")
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz")
 
@@ -47,8 +47,7 @@ class AlignOptions(CorpusOptions, ForceOption, QuietOption, ConfigOption, Comman
     stats: bool = option(
         False, "Print span statistics over all documents: counts and bytes by kind, and the worst documents."
     )
-    html: bool = option(False, "Write the statistics and the aligned documents as an HTML page to --output.")
-    output: str = output_option("With --html: path of the page.", "FILE", "")
+    html: str = option("", "Write the statistics and the aligned documents as an HTML page.", metavar="FILE")
     limit: int = option(
         20, "With --html: maximum number of documents on the page; long documents are shortened.", min=0
     )
@@ -67,7 +66,7 @@ class AlignOptions(CorpusOptions, ForceOption, QuietOption, ConfigOption, Comman
 def align(options: AlignOptions) -> None:
     """Show how two tokenizers split the same text.
 
-    Prints the shortest spans of equal bytes: a JSON line per document, or colored tokens on a terminal.
+    Prints the shortest spans of equal bytes: boxes on a terminal, a JSON line per document elsewhere.
 
     Examples:
         xtk align ./student ./teacher "It costs 1234 euros."
@@ -88,8 +87,6 @@ def align(options: AlignOptions) -> None:
     from xtk.text.tokenizer import Tokenizer
 
     terminal.set_quiet(options.quiet)
-    if options.html != bool(options.output):
-        raise typer.BadParameter("--html needs -o FILE, and -o needs --html; add the other one, or remove both")
     if options.teacher_text and (options.html or options.stats or options.text == "-"):
         raise typer.BadParameter("--teacher-text needs one TEXT on the command line, and excludes --stats and --html")
     if options.order not in ORDERS:
@@ -108,12 +105,12 @@ def align(options: AlignOptions) -> None:
     if options.html:
         _, content = corpus_fingerprint(documents)
         request = sha256(canonical_json([one.fingerprint, other.fingerprint, content, options.limit, options.order]))
-        Output(Path(options.output), PAGE, force=options.force).find_finished(request)
+        Output(Path(options.html), PAGE, force=options.force).find_finished(request)
         statistics, shown = _align_all(documents, one, other, **{options.order: options.limit})
         record = statistics.to_json()
         page = alignment_page(record, shown, one, other, order=options.order, request=request)
-        write_page(Path(options.output), page)
-        terminal.result_artifact({**record, "path": options.output, "kind": "alignment-page"}, as_json=options.as_json)
+        write_page(Path(options.html), page)
+        terminal.result_artifact({**record, "path": options.html, "kind": "alignment-page"}, as_json=options.as_json)
     elif options.stats:
         record = _align_all(documents, one, other)[0].to_json()
         if options.as_json:
@@ -173,12 +170,12 @@ def _print_all_spans(documents: Iterable[Document], student: Tokenizer, teacher:
     from xtk.text.alignment_statistics import align_documents
     from xtk.text.normalization_changes import NormalizationLoss, count_normalization_loss
 
-    colored = terminal.stdout_is_terminal() and not as_json
+    as_boxes = terminal.result_stream().isatty() and not as_json
     lost = [NormalizationLoss(side.name) for side in (student, teacher)]
     for group in align_documents(documents, student, teacher):
         for document in group:
-            if colored:
-                _print_spans(_alignment_record(document, student, teacher), student, teacher)
+            if as_boxes:
+                print_boxes(_alignment_record(document, student, teacher), student, teacher)
             else:
                 terminal.result_json(_alignment_record(document, student, teacher))
             if document.is_text:
@@ -205,8 +202,8 @@ def _print_different_texts(text: str, teacher_text: str, one: Tokenizer, other: 
         "equal": spans.equal.tolist(),
         "similarity": [round(value, 4) for value in spans.similarity.tolist()],
     }
-    if terminal.stdout_is_terminal() and not as_json:
-        _print_spans(record, one, other)
+    if terminal.result_stream().isatty() and not as_json:
+        print_boxes(record, one, other)
     else:
         terminal.result_json(record)
 
@@ -236,33 +233,3 @@ def _alignment_record(document: AlignedDocument, student: Tokenizer, teacher: To
 def _span_texts(tokenizer: Tokenizer, ids: Any, ranges: Any) -> list[str]:
     spell = tokenizer.vocabulary.bytes_of
     return [b"".join(map(spell, ids[low:high].tolist())).decode("utf-8", "replace") for low, high in ranges.tolist()]
-
-
-def _print_spans(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer) -> None:
-    """Print both sides' tokens; each span has the same color on both sides."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(force_terminal=True, highlight=False, file=terminal.result_stream())
-    for name, side, ids, edges in (
-        ("student", student, record["student_ids"], (0, 1)),
-        ("teacher", teacher, record["teacher_ids"], (2, 3)),
-    ):
-        line = Text(f"{name}  ", style="bold")
-        for number, span in enumerate(record["spans"]):
-            for at in range(span[edges[0]], span[edges[1]]):
-                token_text = side.special_token_names.get(ids[at]) or side.vocabulary.bytes_of(ids[at]).decode(
-                    "utf-8", "replace"
-                )
-                line.append(_visible(token_text), style=SPAN_COLORS[number % 2])
-                line.append("·" if at + 1 < span[edges[1]] else "")
-        console.print(line, soft_wrap=True)
-    one = sum(1 for span in record["spans"] if span[1] - span[0] == 1 == span[3] - span[2])
-    console.print(
-        f"[dim]{len(record['spans'])} spans, {one} of one token on each side; "
-        f"{len(record['student_ids'])} student and {len(record['teacher_ids'])} teacher tokens[/dim]"
-    )
-
-
-def _visible(token_text: str) -> str:
-    return terminal.printable(token_text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍"))

@@ -109,12 +109,14 @@ def _headline(record: dict[str, Any]) -> str:
     match record["kind"]:
         case "teacher-cache" | "teacher-cache-shard":
             per_position = figures.get("bytes_per_position") or figures["bytes"] / max(figures["positions"], 1)
-            size = f"{terminal.format_bytes(figures['bytes'])}, {per_position:.1f} B/position"
-            parts = [f"{_count(figures['documents'], 'document')}, {_count(figures['positions'], 'position')}, {size}"]
+            counts = [terminal.count(figures[f"{noun}s"], noun) for noun in ("document", "position")]
+            parts = [", ".join([*counts, terminal.format_bytes(figures["bytes"]), f"{per_position:.1f} B/position"])]
             parts += [f"teacher: {header['teacher']['name']}"] if "teacher" in header else []
         case "projection":
             shape = f"{header['student']['tokens']:,} student tokens to {header['teacher']['tokens']:,} teacher tokens"
-            entries = f"{_count(figures['entries'], 'entry', 'entries')}, {terminal.format_bytes(figures['bytes'])}"
+            entries = (
+                f"{terminal.count(figures['entries'], 'entry', 'entries')}, {terminal.format_bytes(figures['bytes'])}"
+            )
             parts = [f"{shape}, {entries}", f"method {header.get('method', 'unknown')}"]
             parts.append(f"unmapped mass {figures['unmapped_mass']:.2%}")
         case "student" | "unfinished student":
@@ -141,10 +143,6 @@ def _run_headline(header: dict[str, Any], figures: dict[str, Any]) -> list[str]:
     if header.get("losses"):
         parts.append(f"loss {' + '.join(header['losses'])}")
     return [*parts, f"{figures['files_verified']} files verified"] if "files_verified" in figures else parts
-
-
-def _count(number: int, singular: str, plural: str = "") -> str:
-    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
 def _groups(record: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:

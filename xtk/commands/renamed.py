@@ -9,6 +9,8 @@ EXIT_USAGE = 2
 RENAMED = {
     "import-cache": "xtk cache import",
     "export-cache": "xtk cache export",
+    "align --output": "xtk align STUDENT TEACHER DATA --html FILE",
+    "align -o": "xtk align STUDENT TEACHER DATA --html FILE",
     "cache-teacher --merge": "xtk cache merge",
     "distill --on-policy": "xtk distill-on-policy",
     "sweep --on-policy": "xtk sweep --command distill-on-policy",

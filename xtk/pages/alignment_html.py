@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,8 @@ def alignment_page(
         bytes_left -= documents[-1]["used"]
     chosen = "worst first" if order == "worst" else "in the order of the data"
     content = Markup("<section>\n<h2>Statistics</h2>\n{}</section>\n").format(_content(record, documents, chosen))
-    return page(f"{record['student']} and {record['teacher']}, aligned", content, request)
+    names = [Path(record[side]).name or record[side] for side in ("student", "teacher")]
+    return page(f"{' and '.join(names)}, aligned", content, request)
 
 
 def alignment_sections(
