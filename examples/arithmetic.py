@@ -211,11 +211,11 @@ def main() -> None:
         last = [curve[-1] for curve in of_seeds]
         print_now(f"{name}: {statistics.mean(last):.3f} ({', '.join(f'{value:.3f}' for value in last)})")
     (folder / "curves.json").write_text(json.dumps({"steps": steps, "curves": curves}))
-    write_figures(folder, steps, curves)
+    write_page(folder, steps, curves)
 
 
-def write_figures(folder: Path, steps: list[int], curves: dict[str, list[list[float]]]) -> None:
-    """Write a page with a figure of the accuracies, and the figure alone as SVG: a curve for each student."""
+def write_page(folder: Path, steps: list[int], curves: dict[str, list[list[float]]]) -> None:
+    """Write a page with a figure of the accuracies: a curve for each student."""
     metric_curves = [
         MetricCurve(f"{name}, seed {seed}", number, list(zip(steps, curve, strict=True)))
         for number, (name, of_seeds) in enumerate(curves.items())
@@ -225,18 +225,6 @@ def write_figures(folder: Path, steps: list[int], curves: dict[str, list[list[fl
     figure = str(curves_figure("sums answered right", f"by steps of {BATCH} answers", metric_curves))
     content = Markup(f"<p>{legend}</p>\n{figure}")
     (folder / "curves.html").write_text(page("Arithmetic", content), encoding="utf-8")
-    plot = figure[figure.index("<svg ") : figure.index("</svg>")]
-    style = "polyline { fill: none; stroke-width: 1.5; } line { stroke: #ccc; } text { font: 13px sans-serif; fill: #333; }"
-    names = "".join(
-        f'<text x="80" y="{28 + 18 * number}" style="fill: {color(number)}">{name}</text>'
-        for number, name in enumerate(curves)
-    )
-    start, _, rest = plot.partition(">")
-    start = start.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
-    (folder / "curves.svg").write_text(
-        f'{start}>\n<style>{style}</style><rect width="100%" height="100%" fill="white"/>{rest}{names}</svg>\n',
-        encoding="utf-8",
-    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -167,3 +170,19 @@ def test_batch_is_pickled_without_tensors(pair, cache, packing):
                 assert torch.equal(received_value, original_value)
     assert b"rebuild_tensor" in pickle.dumps(batch["input_ids"])
     assert b"rebuild_tensor" not in pickle.dumps(batch)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/python.md"])
+def test_first_python_block_of_a_page_trains(pair, cache, tmp_path, monkeypatch, page):
+    text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    block = tmp_path / "block.py"
+    block.write_text(re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1], encoding="utf-8")
+    (tmp_path / "quickstart").mkdir()
+    for name, target in (("student", pair.student), ("cache", cache)):
+        (tmp_path / name).symlink_to(target)
+        (tmp_path / "quickstart" / {"student": "student-0"}.get(name, name)).symlink_to(target)
+    monkeypatch.chdir(tmp_path)
+    student = runpy.run_path(str(block))["student"]
+    before = AutoModelForCausalLM.from_pretrained(pair.student).state_dict()
+    assert any(not torch.equal(weights, before[name]) for name, weights in student.state_dict().items())
+    assert all(torch.isfinite(weights).all() for weights in student.state_dict().values())

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measurement import report
+from measurement import half_interval, report
 from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -352,11 +352,12 @@ class ObjectiveResults:
 
 
 def differences(values: list[float], reference: list[float]) -> str:
-    """Return the mean of the paired differences and its standard error."""
+    """Return the mean of the paired differences and half of its 95 % interval."""
     if len(values) < 2:
         return "" if not values else f"{values[0] - reference[0]:+.3f}"
     paired = [value - reference_value for value, reference_value in zip(values, reference, strict=True)]
-    return f"{statistics.mean(paired):+.3f} ± {statistics.stdev(paired) / math.sqrt(len(paired)):.3f}"
+    half = half_interval(statistics.stdev(paired) / math.sqrt(len(paired)), len(paired))
+    return f"{statistics.mean(paired):+.3f} ± {half:.3f}"
 
 
 def table(name: str, results: Mapping[Key, dict[str, float]], seeds: int) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 START_TIME = time.monotonic()
 DATA = Path(os.environ.get("XTK_DATA", ROOT.parent / "shared" / "data"))
+# 97.5 % quantiles of Student's t by degrees of freedom: a 95 % interval is the mean and this many standard errors.
+T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 def machine() -> str:
@@ -32,6 +34,11 @@ def machine() -> str:
     names = ("torch", "transformers", "tokenizers", "numba", "pyarrow")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     return f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}, {versions}"
+
+
+def half_interval(standard_error: float, seeds: int) -> float:
+    """Return half of the 95 % interval of a mean over seeds, by Student's t."""
+    return T_975[seeds - 1] * standard_error
 
 
 def median_seconds(function: Callable[[], object], repeats: int) -> float:

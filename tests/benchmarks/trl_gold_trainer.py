@@ -3,8 +3,8 @@
     python tests/benchmarks/trl_gold_trainer.py STUDENT TEACHER DATA OUTPUT --steps 800 --seed 0 [--ce 1]
 
 Defaults of TRL, except: texts instead of generated completions (lmbda 0; the first token is the prompt), the hybrid
-loss for two tokenizers, and the learning rate, schedule and batch of the other students. `--ce` is the weight of
-cross-entropy (0 in TRL).
+loss for two tokenizers, and the learning rate, warm-up, weight decay and batch of the other students. The schedule is
+TRL's, a linear decay; the other students have a cosine. `--ce` is the weight of cross-entropy (0 in TRL).
 """
 
 from __future__ import annotations
