@@ -17,11 +17,11 @@ RAW_BITS = [0] * 32 + [octave - 1 for octave in range(5, 20) for _ in range(2)]
 NONE, CERTAIN = 62, 63  # symbols that do not represent integers
 
 GAP_STATES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 4096, 16384]
-# first step, largest step, step of odds, step of entropy
+# first step, largest step, step of odds, step of entropy, step of depths
 PRECISIONS = {
-    "fine": (1 / 64, 1 / 8, 1 / 64, 1 / 64),
-    "standard": (1 / 16, 1 / 2, 1 / 16, 1 / 16),
-    "coarse": (1 / 8, 1.0, 1 / 8, 1 / 8),
+    "fine": (1 / 64, 1 / 8, 1 / 64, 1 / 64, 1 / 32),
+    "standard": (1 / 16, 1 / 2, 1 / 16, 1 / 16, 1 / 8),
+    "coarse": (1 / 8, 1.0, 1 / 8, 1 / 8, 1 / 4),
 }
 
 
@@ -144,6 +144,7 @@ class Position:
     entropy: float
     cluster: int
     sample_sets: list[dict[int, int]] = field(default_factory=list)
+    sample_logprobs: list[dict[int, float]] = field(default_factory=list)
 
 
 class ReferenceDecoder:
@@ -153,15 +154,15 @@ class ReferenceDecoder:
         tables: codec tables of the shard.
         order: ids, the most frequent first.
         lengths: number of bytes of each id.
-        precision, num_sample_sets, num_samples: of the header's codec.
+        precision, num_sample_sets, num_samples, has_sample_logprobs: of the header's codec.
     """
 
     def __init__(
         self, tables: bytes, order: list[int], lengths: list[int], precision: str, num_sample_sets: int,
-        num_samples: int,
+        num_samples: int, has_sample_logprobs: bool = False,
     ) -> None:  # fmt: skip
         self.order, self.lengths, self.num_sample_sets, self.num_samples = order, lengths, num_sample_sets, num_samples
-        first_step, largest_step, self.odds_step, self.entropy_step = PRECISIONS[precision]
+        first_step, largest_step, self.odds_step, self.entropy_step, self.depth_step = PRECISIONS[precision]
         self.levels = levels(first_step, largest_step)
         (size,), remaining = base_128(tables, 1)
         self.token_tables = frequencies(remaining[:size], 48 + 1)
@@ -169,9 +170,11 @@ class ReferenceDecoder:
         logprob_frequencies, remaining = remaining[:size], remaining[size:]
         (num_clusters, num_frequent_ids, size), remaining = base_128(remaining, 3)
         sample_contexts = 21 if num_sample_sets else 0
+        self.has_depths = bool(num_sample_sets and has_sample_logprobs)
         sizes = [num_clusters, 1, 17, num_clusters, 32, 17 + 32, 21, 8, sample_contexts, sample_contexts]
+        sizes.append(24 if self.has_depths else 0)
         (self.cluster, self.odds, self.count, self.floor, self.remainder, self.entropy, self.gap, self.level,
-         self.sample_gap, self.sample_count) = (sum(sizes[:at]) for at in range(10))  # fmt: skip
+         self.sample_gap, self.sample_count, self.depth) = (sum(sizes[:at]) for at in range(11))  # fmt: skip
         self.logprob_tables = frequencies(logprob_frequencies, sum(sizes))
         self.frequent_ids = self._read_frequent_ids(
             Stream(remaining[size:], frequencies(remaining[:size], 1 + 21 + 1)), num_clusters
@@ -218,7 +221,9 @@ class ReferenceDecoder:
             found.append(self._position(token, cluster, position_stream, id_stream, level_stream))
         for stream, size in zip(sample_streams, numbers[1:], strict=False):
             for position in found:
-                position.sample_sets.append(self._sample_set(position.cluster, stream))
+                counts, logprobs = self._sample_set(position, stream)
+                position.sample_sets.append(counts)
+                position.sample_logprobs.append(logprobs)
             assert sum(len(position.sample_sets[-1]) for position in found) == size
         assert sum(len(position.exact) - 1 for position in found) == numbers[0]
         for stream in (position_stream, id_stream, level_stream, *sample_streams):
@@ -267,7 +272,8 @@ class ReferenceDecoder:
         }
         return Position(exact, math.exp(shift) * math.exp(remainder_logprob), observed, entropy, cluster)
 
-    def _sample_set(self, cluster: int, stream: Stream) -> dict[int, int]:
+    def _sample_set(self, position: Position, stream: Stream) -> tuple[dict[int, int], dict[int, float]]:
+        logprobs = {}
         samples, remaining, ranks = {}, self.num_samples, stream.increasing_integers(self.sample_gap)
         while remaining > 0:
             rank = next(ranks)
@@ -276,6 +282,10 @@ class ReferenceDecoder:
             count = 1
             if remaining > 1:
                 count += stream.integer(self.sample_count + stream.gap_state)
-            samples[self.id_of_rank(cluster, rank)[0]] = count
+            token_id, level_context = self.id_of_rank(position.cluster, rank)
+            samples[token_id] = count
+            if self.has_depths:
+                depth = stream.integer(self.depth + 8 * min(count - 1, 2) + level_context) * self.depth_step
+                logprobs[token_id] = math.log(position.remainder_mass) - depth
             remaining -= count
-        return samples
+        return samples, logprobs

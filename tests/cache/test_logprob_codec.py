@@ -25,8 +25,15 @@ from xtk.text.token_sequence import TokenSequence
 KINDS = ("top-k", "top-p", "sample", "top-k+sample", "none", "candidates")
 
 
-def codec_options(precision: str = "standard", num_sample_sets: int = 0, num_samples: int = 0) -> dict:
-    return {"precision": precision, "num_sample_sets": num_sample_sets, "num_samples": num_samples}
+def codec_options(
+    precision: str = "standard", num_sample_sets: int = 0, num_samples: int = 0, *, sample_logprobs: bool = True
+) -> dict:
+    return {
+        "precision": precision,
+        "num_sample_sets": num_sample_sets,
+        "num_samples": num_samples,
+        "sample_logprobs": sample_logprobs,
+    }
 
 
 def document(rng, kind, width, length, *, num_sample_sets=0, num_samples=0, spread=3.0, ruled_out=0.0):
@@ -49,7 +56,7 @@ def document(rng, kind, width, length, *, num_sample_sets=0, num_samples=0, spre
 
 
 def stored_logprobs_of(rng, kind, full_logprobs, observed_ids, positions, num_sample_sets, num_samples):
-    exact, sample_ids, sample_counts, remainder_masses = [], [], [], []
+    exact, sample_ids, sample_counts, remainder_masses, sample_logprobs = [], [], [], [], []
     for row, token in zip(full_logprobs, observed_ids, strict=True):
         order = np.argsort(-row, kind="stable")
         kept_ids = {
@@ -69,6 +76,7 @@ def stored_logprobs_of(rng, kind, full_logprobs, observed_ids, positions, num_sa
             ids, counts = np.unique(samples, return_counts=True)
             sample_ids.append(ids)
             sample_counts.append(counts)
+            sample_logprobs.append(row[ids])
     sizes = np.array([len(part) for part in exact], np.int64)
     owners = np.repeat(np.arange(len(exact)), sizes)
     ids = np.concatenate([np.zeros(0, np.int32), *exact])
@@ -85,6 +93,7 @@ def stored_logprobs_of(rng, kind, full_logprobs, observed_ids, positions, num_sa
         remainder_mass=np.array(remainder_masses, np.float32),
         observed_logprobs=full_logprobs[np.arange(len(observed_ids)), observed_ids].astype(np.float32),
         entropy=entropy.astype(np.float32),
+        sample_logprobs=np.concatenate([np.zeros(0), *sample_logprobs]).astype(np.float32),
     )
 
 
@@ -100,7 +109,7 @@ def sequence_of(rng, ids, lengths):
     )
 
 
-def shard(seed, kind, width, lengths, *, precision="standard", sets=0, draws=0, **more):
+def shard(seed, kind, width, lengths, *, precision="standard", sets=0, draws=0, with_logprobs=True, **more):
     """Return rows, their full log-probabilities, codec options and the vocabulary order of a random shard."""
     rng = np.random.default_rng(seed)
     token_bytes = rng.integers(1, 9, width).astype(np.int32)
@@ -113,7 +122,8 @@ def shard(seed, kind, width, lengths, *, precision="standard", sets=0, draws=0, 
         full_logprobs.append(document_logprobs)
     counts = np.bincount(np.concatenate([row.ids for row, _ in rows]), minlength=width)
     vocabulary_order = VocabularyOrder.from_counts(counts, token_bytes)
-    return rows, full_logprobs, codec_options(precision, sets, draws), vocabulary_order
+    options = codec_options(precision, sets, draws, sample_logprobs=with_logprobs)
+    return rows, full_logprobs, options, vocabulary_order
 
 
 def packed(rows, options, vocabulary_order):
@@ -122,12 +132,12 @@ def packed(rows, options, vocabulary_order):
 
 
 shards = st.builds(
-    lambda seed, kind, width, lengths, precision, sets, draws, ruled_out: (
+    lambda seed, kind, width, lengths, precision, sets, draws, ruled_out, with_logprobs: (
         (seed, kind, width, lengths),
         {
             "precision": precision,
             "ruled_out": ruled_out,
-            **({"sets": sets, "draws": draws} if "sample" in kind else {}),
+            **({"sets": sets, "draws": draws, "with_logprobs": with_logprobs} if "sample" in kind else {}),
         },
     ),
     st.integers(0, 10**6),
@@ -138,6 +148,7 @@ shards = st.builds(
     st.integers(1, 3),
     st.sampled_from((1, 2, 7, 40)),
     st.sampled_from((0.0, 0.3)),
+    st.booleans(),
 )
 
 
@@ -195,6 +206,16 @@ def test_quantization_errors_are_bounded_and_probabilities_sum_to_one(case):
             ]
         widest_half_steps = np.where(scores.remainder_mass > 0, remainder_half_steps, 0)
         np.maximum.at(widest_half_steps, owners[finite], entry_half_steps)
+        if options["num_sample_sets"] and options["sample_logprobs"]:
+            # The depth below the remainder has an error of half a step; equal remainders, equal errors.
+            at = np.repeat(np.arange(len(scores.sample_offsets) - 1), np.diff(scores.sample_offsets))
+            at //= options["num_sample_sets"]
+            depths, stored_depths = (
+                np.log(one.remainder_mass.astype(np.float64)[at]) - one.sample_logprobs for one in (scores, decoded)
+            )
+            assert np.allclose(stored_depths, np.maximum(depths, 0), rtol=0, atol=precision.depth_step / 2 + 1e-4)
+        else:
+            assert decoded.sample_logprobs is None or not options["num_sample_sets"]
         errors = np.abs(decoded.logprobs[finite] - scores.logprobs[finite])
         assert (errors <= entry_half_steps + widest_half_steps[owners[finite]] + precision.odds_step / 2 + 1e-4).all()
 
@@ -227,6 +248,9 @@ def test_reference_decoder_returns_the_same_values(case):
                 assert sample_set == dict(
                     zip(decoded.sample_ids[samples].tolist(), decoded.sample_counts[samples].tolist(), strict=True)
                 )
+                if decoded.sample_logprobs is not None:
+                    found = [position.sample_logprobs[number][token] for token in decoded.sample_ids[samples].tolist()]
+                    assert np.allclose(found, decoded.sample_logprobs[samples], rtol=0, atol=1e-6)
 
 
 @given(shards, st.integers(0, 5) | st.none())
@@ -251,6 +275,12 @@ def test_teacher_logprobs_equal_those_made_from_the_stored_logprobs(case, sample
             assert np.allclose(
                 found.logprobs[entries][by_id], expected.logprobs[entries][expected_by_id], rtol=1e-6, atol=1e-6
             )
+        assert (found.token_logprobs is None) == (expected.token_logprobs is None)
+        if found.token_logprobs is not None:
+            order, expected_order = (
+                np.lexsort((one.ids, np.repeat(np.arange(len(one)), np.diff(one.offsets)))) for one in (found, expected)
+            )
+            assert np.allclose(found.token_logprobs[order], expected.token_logprobs[expected_order], atol=1e-6)
 
 
 @given(shards)

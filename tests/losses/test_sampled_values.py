@@ -83,8 +83,8 @@ def cached_logprobs(support: str, precision: str, *, sampled: bool) -> TeacherLo
     if precision == "float32":
         return StoredLogprobs.to_teacher_logprobs(stored, sample_set)
     ids, order, sets = observed_ids()[1:], np.arange(V, dtype=np.int32), int(samples > 0)
-    tables, (packed,) = pack_logprobs([(stored, ids)], order, precision, sets, samples)
-    return LogprobDecoder(tables, order, precision, sets, samples).decode_teacher_logprobs(
+    tables, (packed,) = pack_logprobs([(stored, ids)], order, precision, sets, samples, False)
+    return LogprobDecoder(tables, order, precision, sets, samples, False).decode_teacher_logprobs(
         packed, ids, stored.positions, sample_set
     )
 

@@ -39,6 +39,7 @@ class CodecHeader(TypedDict):
     precision: Literal["float32", "fine", "standard", "coarse"]
     num_samples: NotRequired[Count]
     num_sample_sets: NotRequired[Count]
+    sample_logprobs: NotRequired[bool]  # not in older caches
     vocabulary_order: NotRequired[str]
 
 

@@ -144,6 +144,7 @@ class StoredLogprobs:
         remainder_mass: float32 [P], the probability outside of the exact ids, from which the samples are.
         observed_logprobs: float32 [P], of the observed token.
         entropy: float32 [P], nats.
+        sample_logprobs: float32 [D], of the sampled ids; None: unknown (caches of older versions).
     """
 
     positions: NDArray[np.int32]
@@ -156,6 +157,7 @@ class StoredLogprobs:
     remainder_mass: NDArray[np.float32]
     observed_logprobs: NDArray[np.float32]
     entropy: NDArray[np.float32]
+    sample_logprobs: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -190,8 +192,13 @@ class StoredLogprobs:
         with np.errstate(divide="ignore"):
             share = np.log(counts) + np.log(self.remainder_mass.astype(np.float64) / np.maximum(num_samples, 1))[owner]
         ids[at_sampled], logprobs[at_sampled] = self.sample_ids[chosen], share
-        remainder = np.where(num_samples > 0, np.float32(0), self.remainder_mass)
-        return TeacherLogprobs(same[0], offsets, ids, logprobs, remainder, *same[1:], exact_counts=exact)
+        remainder, token_logprobs = np.where(num_samples > 0, np.float32(0), self.remainder_mass), None
+        if self.sample_logprobs is not None:
+            token_logprobs = logprobs.copy()
+            token_logprobs[at_sampled] = self.sample_logprobs[chosen]
+        return TeacherLogprobs(
+            same[0], offsets, ids, logprobs, remainder, *same[1:], exact_counts=exact, token_logprobs=token_logprobs
+        )
 
 
 @dataclass(frozen=True)
@@ -212,6 +219,8 @@ class TeacherLogprobs:
         exact_counts: int64 [P], the number of exact entries of each position, which include the observed token; the
             others are sampled. None: all are exact.
         precision: quantization of the cache, a value of `--precision`; "": not quantized.
+        token_logprobs: float32 [E], nats, as `logprobs`, but for a sampled id its own log-probability; NaN where it is
+            unknown. None: no sampled id has a known one.
     """
 
     positions: NDArray[np.int32]
@@ -223,6 +232,7 @@ class TeacherLogprobs:
     entropy: NDArray[np.float32]
     exact_counts: NDArray[np.int64] | None = None
     precision: str = ""
+    token_logprobs: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -245,6 +255,7 @@ class TeacherLogprobs:
             entropy=self.entropy[~bad],
             exact_counts=None if self.exact_counts is None else self.exact_counts[~bad],
             precision=self.precision,
+            token_logprobs=None if self.token_logprobs is None else self.token_logprobs[entries],
         )
 
 

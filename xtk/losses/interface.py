@@ -131,7 +131,19 @@ def _join_teacher_logprobs(teacher_outputs: Sequence[TeacherLogprobs], shifts: N
             np.int64,
         ),
         precision=next((teacher.precision for teacher in teacher_outputs if teacher.precision), ""),
+        token_logprobs=None
+        if all(teacher.token_logprobs is None for teacher in teacher_outputs)
+        else _concatenate_as([_token_logprobs(teacher) for teacher in teacher_outputs], np.float32),
     )
+
+
+def _token_logprobs(teacher: TeacherLogprobs) -> NDArray[np.float32]:
+    """Return [E], the log-probabilities of each entry's own token; NaN for sampled ids if they are unknown."""
+    if teacher.token_logprobs is not None or teacher.exact_counts is None:
+        return teacher.logprobs if teacher.token_logprobs is None else teacher.token_logprobs
+    sizes = np.diff(teacher.offsets)
+    within = np.arange(len(teacher.ids)) - np.repeat(teacher.offsets[:-1], sizes)
+    return np.where(within < np.repeat(teacher.exact_counts, sizes), teacher.logprobs, np.float32(np.nan))
 
 
 def _concatenate_as(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:

@@ -171,6 +171,7 @@ def compose_cache_header(
             "precision": precision,
             "num_samples": support.num_samples,
             "num_sample_sets": support.num_sample_sets,
+            **({"sample_logprobs": True} if support.num_sample_sets else {}),
             **({} if vocabulary_order is None else {"vocabulary_order": vocabulary_order.file_name}),
         },
         "teacher": {

@@ -27,6 +27,7 @@ class LogprobArrays:
     # float32 [N], the probability outside of `ids` and the observed token, from which ids are sampled. None without
     # samples: it is computed from the others.
     remainder_mass: NDArray[np.float32] | None = None
+    sampled_logprobs: NDArray[np.float32] | None = None  # float32 [N, R, n], of the sampled ids
 
 
 def trained_positions(document: TokenSequence) -> NDArray[np.int32]:
@@ -44,7 +45,10 @@ def arrays_to_stored(documents: Sequence[TokenSequence], arrays: LogprobArrays) 
     offsets, ids, logprobs, remainder = _unique_entries(
         arrays.ids, arrays.logprobs, observed_ids, arrays.observed_logprobs
     )
-    sample_offsets, sample_ids, counts = _sampled_entries(arrays.sampled_ids)
+    sample_logprobs = arrays.sampled_logprobs
+    if sample_logprobs is None:
+        sample_logprobs = np.full(arrays.sampled_ids.shape, np.nan, np.float32)
+    sample_offsets, sample_ids, counts, sample_logprobs = _sampled_entries(arrays.sampled_ids, sample_logprobs)
     remainder_mass = remainder if arrays.remainder_mass is None else arrays.remainder_mass
     edges = np.cumsum([0, *map(len, positions)])
     stored = []
@@ -63,6 +67,7 @@ def arrays_to_stored(documents: Sequence[TokenSequence], arrays: LogprobArrays) 
                 remainder_mass=remainder_mass[low:high],
                 observed_logprobs=arrays.observed_logprobs[low:high],
                 entropy=arrays.entropy[low:high],
+                sample_logprobs=None if arrays.sampled_logprobs is None else sample_logprobs[sample_first:sample_stop],
             )
         )
     return stored
@@ -125,17 +130,19 @@ def _unique_entries(
 
 
 @numba_kernel
-def _sampled_entries(sampled: NDArray[np.int32]) -> tuple[Any, Any, Any]:
-    """Return offsets, sorted unique ids and their counts for each sample set."""
+def _sampled_entries(sampled: NDArray[np.int32], sampled_logprobs: NDArray[np.float32]) -> tuple[Any, Any, Any, Any]:
+    """Return offsets, sorted unique ids, their counts and their log-probabilities for each sample set."""
     rows, sets, num_samples = sampled.shape
     offsets = np.zeros(rows * sets + 1, np.int64)
     ids = np.empty(rows * sets * num_samples, np.int32)
+    logprobs = np.empty(rows * sets * num_samples, np.float32)
     counts = np.empty(rows * sets * num_samples, np.int32)
     entries = 0
     for row in range(rows):
         for number in range(sets):
             first = entries
-            for token in np.sort(sampled[row, number]):
+            for slot in np.argsort(sampled[row, number]):
+                token = sampled[row, number, slot]
                 if token < 0:
                     continue
                 if entries > first and ids[entries - 1] == token:
@@ -143,6 +150,7 @@ def _sampled_entries(sampled: NDArray[np.int32]) -> tuple[Any, Any, Any]:
                 else:
                     ids[entries] = token
                     counts[entries] = 1
+                    logprobs[entries] = sampled_logprobs[row, number, slot]
                     entries += 1
             offsets[row * sets + number + 1] = entries
-    return offsets, ids[:entries].copy(), counts[:entries].copy()
+    return offsets, ids[:entries].copy(), counts[:entries].copy(), logprobs[:entries].copy()

@@ -206,10 +206,10 @@ def _split_columns(joined: Tensor, support: Support) -> LogprobArrays:
     """Return the arrays that `_join_columns` joined."""
     num_samples = support.num_sample_sets * support.num_samples
     single = 3 if num_samples else 2
-    top = (joined.shape[1] - single - num_samples) // 2
+    top = (joined.shape[1] - single - 2 * num_samples) // 2
     table = joined.numpy()
-    edges = np.cumsum([0, top, top, 1, 1, num_samples, single - 2])
-    ids, logprobs, observed, entropy, sampled, remainder = (
+    edges = np.cumsum([0, top, top, 1, 1, num_samples, num_samples, single - 2])
+    ids, logprobs, observed, entropy, sampled, sampled_logprobs, remainder = (
         np.ascontiguousarray(table[:, start:stop]) for start, stop in itertools.pairwise(edges.tolist())
     )
     return LogprobArrays(
@@ -219,13 +219,18 @@ def _split_columns(joined: Tensor, support: Support) -> LogprobArrays:
         entropy=entropy.view(np.float32)[:, 0],
         sampled_ids=sampled.reshape(len(table), support.num_sample_sets, support.num_samples),
         remainder_mass=remainder.view(np.float32)[:, 0] if num_samples else None,
+        sampled_logprobs=sampled_logprobs.view(np.float32).reshape(
+            len(table), support.num_sample_sets, support.num_samples
+        )
+        if num_samples
+        else None,
     )
 
 
 def _no_columns(support: Support) -> Tensor:
     """Return the matrix of zero positions, for documents without trained tokens."""
     num_samples = support.num_sample_sets * support.num_samples
-    return torch.zeros(0, num_samples + (3 if num_samples else 2), dtype=torch.int32)
+    return torch.zeros(0, 2 * num_samples + (3 if num_samples else 2), dtype=torch.int32)
 
 
 def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
@@ -282,18 +287,21 @@ def _arrays_of_logits(
     elif support.kind in ("sample", "none"):
         ids, logprobs = ids[:, :0], logprobs[:, :0]
     sampled = ids.new_zeros((len(ids), support.num_sample_sets, support.num_samples))
-    remainder = None
+    sampled_logprobs, remainder = logprobs.new_zeros(sampled.shape), None
     if support.num_sample_sets:
         exact = torch.cat([torch.where(ids < 0, wanted.observed_ids[:, None], ids), wanted.observed_ids[:, None]], 1)
         exponentials.scatter_(1, exact, 0.0)
         sampled, remainder = systematic_sample(exponentials, wanted.uniforms, support.num_samples)
         remainder = (remainder / normalizer[:, 0]).float()
+        own = logits.gather(1, sampled.clamp_min(0).flatten(1)) - log_normalizer
+        sampled_logprobs = own.view(sampled.shape)
     return (
         ids.int(),
         logprobs,
         (observed - highest - log_normalizer)[:, 0],
         log_normalizer[:, 0] - mean,
         sampled.int(),
+        sampled_logprobs,
         remainder,
     )
 

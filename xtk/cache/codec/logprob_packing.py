@@ -14,7 +14,7 @@ from xtk.cache.codec.integer_coding import NUMBER_LIMIT
 from xtk.cache.codec.logprob_encoding_numba import encode_entries, encode_positions
 from xtk.cache.codec.position_clusters import FrequentIds, choose_num_clusters, cluster_positions, find_frequent_ids
 from xtk.cache.codec.quantization import QuantizationTables, QuantizedLogprobs, quantize, sizes_to_offsets
-from xtk.cache.codec.quantization_levels import NUM_LEVELS
+from xtk.cache.codec.quantization_levels import NUM_LEVELS, QUANTIZATION_STEPS
 from xtk.cache.codec.sampled_token_coding_numba import encode_samples
 from xtk.cache.codec.symbol_frequencies import pack_frequencies
 from xtk.cache.codec.symbol_probability_contexts import NUM_LEVEL_CONTEXTS, first_contexts, logprob_families
@@ -28,6 +28,7 @@ def pack_logprobs(
     precision: str,
     num_sample_sets: int,
     num_samples: int,
+    has_sample_logprobs: bool,
 ) -> tuple[bytes, list[bytes]]:
     """Return the codec tables of a shard, and the encoded log-probabilities of each of its documents.
 
@@ -37,6 +38,7 @@ def pack_logprobs(
         precision: a key of `QUANTIZATION_STEPS`.
         num_sample_sets: R, sample sets per position.
         num_samples: n, samples per set.
+        has_sample_logprobs: whether to store log-probabilities of sampled ids.
 
     Raises:
         ValueError: see `quantize`.
@@ -48,12 +50,17 @@ def pack_logprobs(
             hint="use --precision float32",
         )
     grid = QuantizationTables.for_precision(precision)
-    whole = [quantize(scores, observed_ids, num_sample_sets, num_samples, grid) for scores, observed_ids in documents]
+    depth_step = QUANTIZATION_STEPS[precision].depth_step if has_sample_logprobs and num_sample_sets else 0.0
+    whole = [
+        quantize(scores, observed_ids, num_sample_sets, num_samples, grid, depth_step)
+        for scores, observed_ids in documents
+    ]
     ranks = np.empty(len(ids_by_frequency), np.int32)
     ranks[ids_by_frequency] = np.arange(len(ids_by_frequency), dtype=np.int32)
     clusters = _cluster_documents(whole, len(ids_by_frequency))
     frequent_ids = _frequent_ids_of(whole, clusters, ranks)
-    recorder = _RecordEncoder(grid, frequent_ids, ranks, num_sample_sets, num_samples)
+    families = logprob_families(frequent_ids.num_clusters, num_sample_sets, has_depths=has_sample_logprobs)
+    recorder = _RecordEncoder(grid, frequent_ids, ranks, families, num_sample_sets, num_samples)
     records = [recorder.encode(document, own) for document, own in zip(whole, clusters, strict=True)]
     writer = StreamEncoder([stream for streams in records for stream in streams], int(recorder.starts[-1]))
     frequencies = pack_frequencies(writer.frequencies)
@@ -93,15 +100,22 @@ class _RecordEncoder:
 
     Args:
         ranks: int32 [U], frequency rank of each id.
+        families: the number of contexts of each family.
         sets: R, sample sets.
         num_samples: n, samples per set.
     """
 
     def __init__(
-        self, grid: QuantizationTables, frequent_ids: FrequentIds, ranks: NDArray[np.int32], sets: int, num_samples: int
+        self,
+        grid: QuantizationTables,
+        frequent_ids: FrequentIds,
+        ranks: NDArray[np.int32],
+        families: list[int],
+        sets: int,
+        num_samples: int,
     ) -> None:
         self.grid, self.num_sample_sets, self.num_samples = grid, sets, num_samples
-        self.starts = first_contexts(logprob_families(frequent_ids.num_clusters, sets))
+        self.starts = first_contexts(families)
         # [C, U]: rank of each id within each cluster, and the context of its levels.
         self._ranks = np.diff(frequent_ids.cluster_starts)[:, None].astype(np.int32) + ranks
         self._classes = np.full(self._ranks.shape, NUM_LEVEL_CONTEXTS - 1, np.int8)
@@ -134,10 +148,15 @@ class _RecordEncoder:
         offsets = sizes_to_offsets(sizes)
         chosen = np.arange(offsets[-1]) + np.repeat(firsts - offsets[:-1], sizes)
         owners = document.sampled_positions[chosen]
-        ranks = self._ranks[clusters[owners], document.sampled_ids[chosen]].astype(np.int64)
+        places = clusters[owners], document.sampled_ids[chosen]
+        ranks, classes = (table[places].astype(np.int64) for table in (self._ranks, self._classes))
         order = _owner_order(owners, ranks)
-        counts, out = document.sample_counts[chosen][order], np.empty(len(document) + 2 * len(chosen), np.int64)
-        used = encode_samples(self.starts, self.num_samples, offsets, ranks[order], counts, out)
+        counts, depths = (
+            values[chosen][order] if len(values) else values
+            for values in (document.sample_counts, document.sampled_depths)
+        )
+        out = np.empty(len(document) + 3 * len(chosen), np.int64)
+        used = encode_samples(self.starts, self.num_samples, offsets, ranks[order], counts, classes[order], depths, out)
         return out[:used]
 
 

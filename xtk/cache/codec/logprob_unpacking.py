@@ -12,6 +12,7 @@ from xtk.cache.codec.frequent_token_tables import unpack_frequent_ids
 from xtk.cache.codec.integer_coding import NUM_SYMBOLS
 from xtk.cache.codec.logprob_decoding_numba import ShardTables, decode_logprobs
 from xtk.cache.codec.quantization import QuantizationTables, entry_owners, sizes_to_offsets
+from xtk.cache.codec.quantization_levels import QUANTIZATION_STEPS
 from xtk.cache.codec.sampled_token_coding_numba import append_samples, decode_samples
 from xtk.cache.codec.symbol_frequencies import make_decoding_tables, unpack_frequencies
 from xtk.cache.codec.symbol_probability_contexts import (
@@ -38,6 +39,7 @@ class DecodingParameters(NamedTuple):
         level_logprobs: float32 [LEVEL_TABLE_SIZE], the log-probabilities as float32.
         steps: odds step and entropy step in nats, and the number of odds steps per nat.
         count_logs: float64 [n + 1], log(max(i, 1)) for i from 0 to n, the samples per set.
+        depth_step: of the depths of sampled ids, nats.
     """
 
     shard_tables: ShardTables
@@ -45,6 +47,7 @@ class DecodingParameters(NamedTuple):
     level_logprobs: NDArray[np.float32]
     steps: tuple[float, float, int]
     count_logs: NDArray[np.float64]
+    depth_step: float
 
 
 class LogprobDecoder:
@@ -55,6 +58,7 @@ class LogprobDecoder:
         precision: a key of `QUANTIZATION_STEPS`.
         num_sample_sets: R, sample sets per position.
         num_samples: n, samples per set.
+        has_sample_logprobs: whether sampled ids have log-probabilities.
 
     Raises:
         CorruptError: the tables are not valid.
@@ -67,6 +71,7 @@ class LogprobDecoder:
         precision: str,
         num_sample_sets: int,
         num_samples: int,
+        has_sample_logprobs: bool,
     ) -> None:
         self._sets, self._grid, self._precision = (
             num_sample_sets,
@@ -77,14 +82,16 @@ class LogprobDecoder:
         (size,), at = decode_varints(tables, 1)
         frequencies, frequent_ids = split_bytes(tables, at, [size])
         frequent_id_starts, ids = unpack_frequent_ids(frequent_ids, ids_by_frequency)
-        starts = first_contexts(logprob_families(len(frequent_id_starts) - 1, num_sample_sets))
+        families = logprob_families(len(frequent_id_starts) - 1, num_sample_sets, has_depths=has_sample_logprobs)
+        starts, self._has_sample_logprobs = first_contexts(families), has_sample_logprobs
+        depth_step = QUANTIZATION_STEPS[precision].depth_step
         following = np.zeros((int(starts[-1]), NUM_SYMBOLS), np.int64)
         for family in (GAP, SAMPLED_GAP) if num_sample_sets else (GAP,):
             following[starts[family] : starts[family + 1]] = NEXT_GAP_STATE
         slots = make_decoding_tables(unpack_frequencies(frequencies, len(following)), following)
         shared = ShardTables(slots, starts, ids, frequent_id_starts, ids_by_frequency)
         self._parameters = DecodingParameters(
-            shared, self._grid.level_table, self._grid.logprobs, self._grid.steps, logs
+            shared, self._grid.level_table, self._grid.logprobs, self._grid.steps, logs, depth_step
         )
 
     def decode_teacher_logprobs(
@@ -104,7 +111,7 @@ class LogprobDecoder:
         Raises:
             CorruptError: the bytes are not valid.
         """
-        offsets, ids, logprobs, of_positions, exact, whole = decode_document(
+        offsets, ids, logprobs, token_logprobs, of_positions, exact, whole = decode_document(
             np.frombuffer(packed, np.uint8),
             self._parameters,
             observed_ids,
@@ -124,6 +131,7 @@ class LogprobDecoder:
             entropy,
             exact if sampled else None,
             precision=self._precision,
+            token_logprobs=token_logprobs if sampled and self._has_sample_logprobs else None,
         )
 
     def decode_stored_logprobs(
@@ -164,15 +172,20 @@ class LogprobDecoder:
         sampled_sizes = np.array([np.diff(part[0]) for part in sets], np.int64).reshape(len(sets), len(positions)).T
         # Streams are ordered by set, then position; StoredLogprobs by position, then set.
         places = [entry_owners(part[0]) * self._sets + number for number, part in enumerate(sets)]
-        place, sampled_ids, counts = (
+        place, sampled_ids, counts, depths = (
             np.concatenate([np.zeros(0, kind), *parts])
             for kind, parts in (
                 (np.int64, places),
                 (np.int32, [part[1] for part in sets]),
                 (np.int32, [part[2] for part in sets]),
+                (np.int32, [part[3] for part in sets]),
             )
         )
-        sampled_order = np.lexsort((sampled_ids, place))
+        sampled_order, sample_logprobs = np.lexsort((sampled_ids, place)), None
+        if self._has_sample_logprobs:
+            with np.errstate(divide="ignore"):
+                remainders = np.log(of_positions[0].astype(np.float64))[place // max(self._sets, 1)]
+            sample_logprobs = (remainders - depths * self._parameters.depth_step).astype(np.float32)[sampled_order]
         return StoredLogprobs(
             positions=positions,
             offsets=offsets,
@@ -184,6 +197,7 @@ class LogprobDecoder:
             remainder_mass=of_positions[0],
             observed_logprobs=of_positions[1],
             entropy=of_positions[2],
+            sample_logprobs=sample_logprobs,
         )
 
 
@@ -220,7 +234,7 @@ def decode_document(
     observed_ids: NDArray[np.int32],
     sample_set: int,
     num_sample_sets: int,
-) -> tuple[Any, Any, Any, Any, Any, bool]:
+) -> tuple[Any, Any, Any, Any, Any, Any, bool]:
     """Decode a document with one sample set, or with none.
 
     Args:
@@ -228,27 +242,27 @@ def decode_document(
         sample_set: number of the sample set, modulo R. Below 0: none.
 
     Returns:
-        offsets int64 [P + 1], ids int32 [E], logprobs float32 [E]; float32 [3, P]: remainder mass, log-probability
-        of the observed token, entropy; int64 [P], number of exact entries of each position; and whether the bytes are
-        valid. If not, the arrays are meaningless.
+        offsets int64 [P + 1], ids int32 [E], logprobs float32 [E], token_logprobs float32 [E] (empty if they are not
+        stored); float32 [3, P]: remainder mass, log-probability of the observed token, entropy; int64 [P], number of
+        exact entries of each position; and whether the bytes are valid. If not, the arrays are meaningless.
     """
-    tables, grid, values, steps, logs = parameters
+    tables, grid, values, steps, logs, depth_step = parameters
     sizes, bounds, whole = read_stream_layout(packed, len(observed_ids), num_sample_sets, len(tables.ids_by_frequency))
     if not whole:
         sizes[:], bounds[:] = 0, 0
     offsets, ids, logprobs, clusters, of_positions, intact = decode_logprobs(
         packed, bounds, tables, grid, values, steps, observed_ids, len(observed_ids) + sizes[0]
     )
-    whole, exact = whole and intact, np.diff(offsets)
+    whole, exact, token_logprobs = whole and intact, np.diff(offsets), np.empty(0, np.float32)
     if whole and num_sample_sets and sample_set >= 0:
         number = sample_set % num_sample_sets
         first, stop = bounds[NUM_LOGPROB_STREAMS + number], bounds[NUM_LOGPROB_STREAMS + number + 1]
-        sampled_offsets, sampled_ids, counts, intact = decode_samples(
+        sampled_offsets, sampled_ids, counts, depths, intact = decode_samples(
             packed, first, stop, tables, clusters, len(logs) - 1, sizes[1 + number]
         )
         whole = intact
         if whole:
-            offsets, ids, logprobs = append_samples(
-                offsets, ids, logprobs, sampled_offsets, sampled_ids, counts, logs, of_positions[0]
+            offsets, ids, logprobs, token_logprobs = append_samples(
+                offsets, ids, logprobs, sampled_offsets, sampled_ids, counts, logs, depths, depth_step, of_positions[0]
             )
-    return offsets, ids, logprobs, of_positions, exact, whole
+    return offsets, ids, logprobs, token_logprobs, of_positions, exact, whole

@@ -21,7 +21,7 @@ class PackedCodec:
     """Codec with ids as frequency ranks and log-probabilities as levels, entropy-coded; see docs/reference/codec.md.
 
     Args:
-        options: "codec" section of the header: "precision", "num_sample_sets" R, "num_samples" n.
+        options: "codec" section of the header: "precision", "num_sample_sets" R, "num_samples" n, "sample_logprobs".
 
     Raises:
         CorruptError: the tables are not valid.
@@ -40,6 +40,7 @@ class PackedCodec:
             options["precision"],
             int(options["num_sample_sets"]),
             int(options["num_samples"]),
+            bool(options.get("sample_logprobs", False)),
         )
 
     @classmethod
@@ -70,6 +71,7 @@ class PackedCodec:
             options["precision"],
             int(options["num_sample_sets"]),
             int(options["num_samples"]),
+            bool(options.get("sample_logprobs", False)),
         )
         return encode_varints([len(token_tables)]) + token_tables + signal_tables, tokens, signals
 

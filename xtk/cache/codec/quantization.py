@@ -64,6 +64,8 @@ class QuantizedLogprobs:
         sampled_ids: int32 [D].
         sample_counts: int64 [D].
         num_sample_sets: R.
+        sampled_depths: int64 [D], log-probabilities of sampled ids below that of the remainder, in steps; empty: not
+            stored.
     """
 
     observed_odds: NDArray[np.int64]
@@ -78,6 +80,7 @@ class QuantizedLogprobs:
     sampled_ids: NDArray[np.int32]
     sample_counts: NDArray[np.int64]
     num_sample_sets: int
+    sampled_depths: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.observed_odds)
@@ -89,16 +92,18 @@ def quantize(
     num_sample_sets: int,
     num_samples: int,
     grid: QuantizationTables,
+    depth_step: float = 0.0,
 ) -> QuantizedLogprobs:
     """Return the quantized log-probabilities of a document.
 
     Args:
         observed_ids: int32 [P], the observed tokens.
         num_samples: n, samples per set.
+        depth_step: of the log-probabilities of sampled ids, nats; 0: they are not stored.
 
     Raises:
-        ValueError: the observed token is not exactly once among the exact ids of its position, the number of sample
-            sets is not R, or the counts of a set do not sum to n.
+        ValueError: sampled ids lack log-probabilities, the observed token is not exactly once among the exact ids of
+            its position, the number of sample sets is not R, or the counts of a set do not sum to n.
     """
     size = len(stored_logprobs)
     owners = entry_owners(stored_logprobs.offsets)
@@ -122,6 +127,7 @@ def quantize(
     with np.errstate(divide="ignore"):
         odds = stored_logprobs.observed_logprobs.astype(np.float64) - np.log(rest)
         tails = nearest_levels(np.log(tail), grid.levels)
+    sampled_positions = sampled // max(num_sample_sets, 1)
     certain, impossible = rest == 0, np.isneginf(stored_logprobs.observed_logprobs)
     steps = np.rint(np.where(certain | impossible, 0, odds) / grid.steps[0]).astype(np.int64)
     return QuantizedLogprobs(
@@ -133,11 +139,24 @@ def quantize(
         ids=stored_logprobs.ids[others],
         levels=nearest_levels(logprobs, grid.levels),
         sampled_offsets=stored_logprobs.sample_offsets,
-        sampled_positions=sampled // max(num_sample_sets, 1),
+        sampled_positions=sampled_positions,
         sampled_ids=stored_logprobs.sample_ids,
         sample_counts=stored_logprobs.sample_counts.astype(np.int64),
         num_sample_sets=num_sample_sets,
+        sampled_depths=_depths(stored_logprobs, np.log(tail[sampled_positions]), depth_step),
     )
+
+
+def _depths(
+    stored_logprobs: StoredLogprobs, remainder_logprobs: NDArray[np.float64], depth_step: float
+) -> NDArray[np.int64]:
+    """Return int64 [D], the depths of sampled ids below their position's remainder [D], in steps."""
+    if not depth_step:
+        return np.zeros(0, np.int64)
+    logprobs = stored_logprobs.sample_logprobs
+    if logprobs is None or not np.isfinite(logprobs).all():  # an id of probability 0 is never sampled
+        raise ValueError("sampled ids must have finite log-probabilities")
+    return np.rint(np.maximum(remainder_logprobs - logprobs, 0) / depth_step).astype(np.int64)
 
 
 def sizes_to_offsets(sizes: NDArray[np.int64]) -> NDArray[np.int64]:

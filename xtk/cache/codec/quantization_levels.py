@@ -33,12 +33,14 @@ class QuantizationSteps:
         largest_step: limit of the doubling.
         odds_step: of the log-odds of the observed token.
         entropy_step: of the entropy.
+        depth_step: of the depth of a sampled id below the remainder, `ln(M / t(v))`.
     """
 
     first_step: float
     largest_step: float
     odds_step: float
     entropy_step: float
+    depth_step: float
 
     def widest_step(self, logprobs: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
         """Return the widest step between levels at decoded log-probabilities and within half a nat below them."""
@@ -48,9 +50,9 @@ class QuantizationSteps:
 
 
 QUANTIZATION_STEPS = {
-    "fine": QuantizationSteps(1 / 64, 1 / 8, 1 / 64, 1 / 64),
-    "standard": QuantizationSteps(1 / 16, 1 / 2, 1 / 16, 1 / 16),
-    "coarse": QuantizationSteps(1 / 8, 1.0, 1 / 8, 1 / 8),
+    "fine": QuantizationSteps(1 / 64, 1 / 8, 1 / 64, 1 / 64, 1 / 32),
+    "standard": QuantizationSteps(1 / 16, 1 / 2, 1 / 16, 1 / 16, 1 / 8),
+    "coarse": QuantizationSteps(1 / 8, 1.0, 1 / 8, 1 / 8, 1 / 4),
 }
 
 

@@ -78,10 +78,11 @@ class RawCodec:
 
     Tokens: ids int32 [T], byte ends int32 [T]. Log-probabilities: exact ids per position int32 [P], sampled ids per
     position and set int32 [P * R], exact ids int32 [E], their log-probabilities float32 [E], sampled ids int32 [D],
-    their counts int32 [D], and float32 [P] each: remainder mass, log-probability of the observed token, entropy.
+    their counts int32 [D], their log-probabilities float32 [D] (if "sample_logprobs"), and float32 [P] each: remainder
+    mass, log-probability of the observed token, entropy.
 
     Args:
-        options: "codec" section of the header: "num_sample_sets" R, "num_samples" n.
+        options: "codec" section of the header: "num_sample_sets" R, "num_samples" n, "sample_logprobs".
     """
 
     needs_vocabulary_order: ClassVar[bool] = False
@@ -93,6 +94,7 @@ class RawCodec:
 
     def __init__(self, options: dict[str, Any], tables: bytes, vocabulary_order: VocabularyOrder | None) -> None:
         self.num_sample_sets, self.num_samples = int(options["num_sample_sets"]), int(options["num_samples"])
+        self.has_sample_logprobs = bool(options.get("sample_logprobs", False))
 
     @classmethod
     def pack(
@@ -103,6 +105,9 @@ class RawCodec:
             b"".join((_array_bytes(sequence.ids, "<i4"), _array_bytes(sequence.byte_ends, "<i4")))
             for sequence, _ in documents
         ]
+        has_sample_logprobs = bool(options.get("sample_logprobs", False))
+        if has_sample_logprobs and any(scores.sample_logprobs is None for _, scores in documents):
+            raise ValueError("sampled ids must have log-probabilities")
         signals = [
             b"".join(
                 (
@@ -112,6 +117,7 @@ class RawCodec:
                     _array_bytes(scores.logprobs, "<f4"),
                     _array_bytes(scores.sample_ids, "<i4"),
                     _array_bytes(scores.sample_counts, "<i4"),
+                    _array_bytes(scores.sample_logprobs, "<f4") if has_sample_logprobs else b"",
                     _array_bytes(scores.remainder_mass, "<f4"),
                     _array_bytes(scores.observed_logprobs, "<f4"),
                     _array_bytes(scores.entropy, "<f4"),
@@ -139,7 +145,8 @@ class RawCodec:
         exact, sampled = int(offsets[-1]), int(sampled_offsets[-1])
         if (np.diff(offsets) < 0).any() or (np.diff(sampled_offsets) < 0).any():
             raise ValueError("the offsets of the log-probabilities decrease")
-        if len(packed) != 4 * (size * (4 + self.num_sample_sets) + 2 * exact + 2 * sampled):
+        of_samples = 3 if self.has_sample_logprobs else 2
+        if len(packed) != 4 * (size * (4 + self.num_sample_sets) + 2 * exact + of_samples * sampled):
             raise ValueError("the compressed log-probabilities have a wrong number of bytes")
         return StoredLogprobs(
             positions=positions,
@@ -149,6 +156,7 @@ class RawCodec:
             logprobs=reader.read("<f4", exact),
             sample_ids=reader.read("<i4", sampled),
             sample_counts=reader.read("<i4", sampled),
+            sample_logprobs=reader.read("<f4", sampled) if self.has_sample_logprobs else None,
             remainder_mass=reader.read("<f4", size),
             observed_logprobs=reader.read("<f4", size),
             entropy=reader.read("<f4", size),

@@ -16,19 +16,21 @@ NUM_GAP_STATES = len(GAP_STATES)
 NUM_ODDS_CONTEXTS = 17  # log-odds of the observed token in whole nats, clipped to -8 and 8
 NUM_TAIL_CONTEXTS = 32  # remainder mass: two of its levels share a context
 NUM_LEVEL_CONTEXTS = 8  # usual probability of an id where it is stored; the last: ids that are not frequent
+NUM_DEPTH_COUNTS = 3  # contexts of depths: how often the id was sampled, clipped; times the level context of the id
 NUM_TOKEN_CONTEXTS = 48  # symbol of the previous token's rank, clipped
 
 # Families of contexts, in this order: log-probabilities, frequent ids in a shard's tables, tokens.
-CLUSTER, OBSERVED_ODDS, COUNT, FLOOR, TAIL, ENTROPY, GAP, LEVEL, SAMPLED_GAP, SAMPLED_COUNT = range(10)
+CLUSTER, OBSERVED_ODDS, COUNT, FLOOR, TAIL, ENTROPY, GAP, LEVEL, SAMPLED_GAP, SAMPLED_COUNT, SAMPLED_DEPTH = range(11)
 FREQUENT_ID_COUNT, FREQUENT_ID_GAP, FREQUENT_ID_LEVEL = range(3)
 TOKEN, LENGTH = range(2)
 
 
-def logprob_families(num_clusters: int, num_sample_sets: int) -> list[int]:
+def logprob_families(num_clusters: int, num_sample_sets: int, *, has_depths: bool = False) -> list[int]:
     """Return the number of contexts of each family for log-probabilities.
 
     Args:
         num_clusters: C, position clusters.
+        has_depths: whether sampled ids have log-probabilities.
     """
     sampled = NUM_GAP_STATES if num_sample_sets else 0
     return [
@@ -42,6 +44,7 @@ def logprob_families(num_clusters: int, num_sample_sets: int) -> list[int]:
         NUM_LEVEL_CONTEXTS,
         sampled,
         sampled,
+        NUM_DEPTH_COUNTS * NUM_LEVEL_CONTEXTS if sampled and has_depths else 0,
     ]
 
 
