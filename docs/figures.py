@@ -126,7 +126,7 @@ def align_sentence(folder: Path) -> AlignedSpans:
     one, other = (str(folder / "tokenizers" / name) for name in TOKENIZERS.values())
     with tempfile.TemporaryDirectory() as output, contextlib.redirect_stdout(io.StringIO()):
         page = Path(output) / "page.html"
-        app(["align", one, other, SENTENCE, "--html", "-o", str(page), "--quiet"], standalone_mode=False)
+        app(["align", one, other, SENTENCE, "--html", str(page), "--quiet"], standalone_mode=False)
         return AlignedSpans(page.read_text(encoding="utf-8"))
 
 
