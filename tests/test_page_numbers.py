@@ -57,6 +57,13 @@ def test_both_tables_have_the_same_values():
             assert round(statistics.mean(run["students"][student]), 3) == objectives[student][at]
 
 
+def test_curves_end_at_the_accuracies_of_the_table():
+    curves = dict(results.DATA["on_policy"]["curves"])
+    assert len(curves.pop("steps")) == len(curves["ce"][0])
+    ends = [[values[-1] for values in seeds] for seeds in curves.values()]
+    assert all(row in results.DATA["on_policy"]["accuracy"].values() for row in ends)
+
+
 def test_conclusions_follow_from_the_intervals():
     cells = dict(results.objective_differences())
     named = {name: cells[name] for name in results.DATA["objectives"]["differences"]}
