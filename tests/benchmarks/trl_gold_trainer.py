@@ -3,8 +3,9 @@
     python tests/benchmarks/trl_gold_trainer.py STUDENT TEACHER DATA OUTPUT --steps 800 --seed 0 [--ce 1]
 
 Defaults of TRL, except: texts instead of generated completions (lmbda 0; the first token is the prompt), the hybrid
-loss for two tokenizers, and the learning rate, warm-up, weight decay and batch of the other students. The schedule is
-TRL's, a linear decay; the other students have a cosine. `--ce` is the weight of cross-entropy (0 in TRL).
+loss for two tokenizers (with `--uld`: ULD's own, without it), and the learning rate, warm-up, weight decay and batch
+of the other students. The schedule is TRL's, a linear decay, unless `--schedule` sets that of the other students, a
+cosine. `--ce` is the weight of cross-entropy (0 in TRL). Conversations have their last message as the completion.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ def split(text: str, tokenizer: Any) -> dict[str, str]:
     return {"prompt": text[:at], "completion": text[at:]}
 
 
+def example(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Return a row of data as a prompt and a completion."""
+    if "messages" in row:
+        return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+    return split(row["text"], tokenizer)
+
+
 def main() -> None:
     """Train, and save the student."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -36,6 +44,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ce", type=float, default=0.0)
+    parser.add_argument("--uld", action="store_true")
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--schedule", default="linear")
     args = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(args.student)
@@ -44,7 +55,8 @@ def main() -> None:
     config = GOLDConfig(
         output_dir=str(args.output / "trainer"), max_steps=args.steps, per_device_train_batch_size=args.batch,
         gradient_accumulation_steps=1, learning_rate=args.learning_rate, warmup_steps=args.steps // 10,
-        weight_decay=0.1, seed=args.seed, lmbda=0.0, use_uld_loss=True, uld_use_hybrid_loss=True,
+        weight_decay=args.weight_decay, lr_scheduler_type=args.schedule, seed=args.seed, lmbda=0.0,
+        use_uld_loss=True, uld_use_hybrid_loss=not args.uld,
         uld_crossentropy_weight=args.ce, teacher_tokenizer_name_or_path=str(args.teacher), use_cpu=True, bf16=False,
         report_to="none", save_strategy="no", logging_steps=50, max_length=2048, gradient_checkpointing=False,
         dataloader_pin_memory=False,
@@ -52,7 +64,7 @@ def main() -> None:
     trainer = GOLDTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.student, dtype=torch.float32),
         teacher_model=AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32),
-        args=config, train_dataset=Dataset.from_list([split(row["text"], tokenizer) for row in rows]),
+        args=config, train_dataset=Dataset.from_list([example(row, tokenizer) for row in rows]),
         processing_class=tokenizer,
     )  # fmt: skip
     trainer.train()

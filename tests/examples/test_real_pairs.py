@@ -1,0 +1,110 @@
+"""`examples/real_pairs`: its settings, its intervals, and all its commands with small models."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import small_inputs
+from scipy import stats
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "real_pairs"
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The modules of the example, which are in its folder as they are for its users."""
+    sys.path.insert(0, str(EXAMPLE))
+    import pairs
+    import results
+    import run
+    import tables
+
+    yield {"pairs": pairs, "results": results, "run": run, "tables": tables}
+    sys.path.remove(str(EXAMPLE))
+
+
+@pytest.mark.parametrize("count", [2, 5, 10])
+def test_intervals_are_students_t(modules, count):
+    values = [0.1 * number**2 for number in range(count)]
+    mean, half = modules["results"].interval(values)
+    low, high = stats.t.interval(0.95, count - 1, loc=mean, scale=stats.sem(values))
+    assert (mean - half, mean + half) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3))
+
+
+def test_differences_are_paired_by_seed_and_one_seed_has_no_interval(modules):
+    difference = modules["results"].paired_difference
+    assert difference({0: 2.0, 1: 3.0, 2: 9.0}, {1: 2.5, 0: 1.5}) == (0.5, 0.0)
+    assert difference({0: 2.0}, {0: 1.5}) == (0.5, math.inf)
+    assert difference({0: 2.0}, {1: 1.5}) is None
+
+
+def test_lines_of_the_default_and_of_the_grid_share_their_runs(modules):
+    line = modules["pairs"]._with_ce("byte-kl")
+    assert line.has_grid
+    assert line.with_weight(0.3).name == modules["pairs"].DEFAULT.name
+    assert line.with_weight(0).losses == ("byte-kl",)
+
+
+def test_right_answers_are_conversations(modules):
+    rows = [{"prompt": "1+1?"}, {"prompt": "2+2?"}, {"prompt": "3+3?"}]
+    answers = [("3", 0.0, True), (" 4\n", 1.0, True), ("6", 1.0, False), ("6", 1.0, True)]
+    rollouts = [{"prompt_number": min(number, 2), "completion": text, "reward": reward, "complete": complete}
+                for number, (text, reward, complete) in enumerate(answers)]  # fmt: skip
+    kept = [row["messages"] for row in modules["run"].right_answers(rows, rollouts, 5)]
+    assert [[message["content"] for message in messages] for messages in kept] == [["2+2?", "4"], ["3+3?", "6"]]
+    assert len(list(modules["run"].right_answers(rows, rollouts, 1))) == 1
+
+
+def write_corpora(folder: Path) -> Path:
+    """Write small files with the names and fields of GSM8K, HumanEval and WikiText-2."""
+    import gzip
+
+    corpora = folder / "corpora"
+    corpora.mkdir()
+    for name in ("train", "test"):
+        rows = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(8)]
+        (corpora / f"gsm8k_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("valid", "test"):
+        (corpora / f"wikitext2-{name}.txt").write_text(
+            "\n".join(small_inputs.sentences(9, seed=1)[n] * 9 for n in range(9))
+        )
+    with gzip.open(corpora / "HumanEval.jsonl.gz", "wt") as file:
+        for number in range(5):
+            file.write(json.dumps({"prompt": f"def f{number}():\n", "canonical_solution": "    return 1\n"}) + "\n")
+    return folder
+
+
+@pytest.mark.slow
+def test_a_pair_is_trained_measured_and_continued(modules, run, pair, tmp_path, monkeypatch, capsys):
+    models, output = tmp_path / "models", tmp_path / "output"
+    models.mkdir()
+    for source, name in ((pair.student, modules["pairs"].SMOLLM2), (pair.teacher, modules["pairs"].QWEN_SMALL)):
+        shutil.copytree(source, models / name)
+        config = json.loads((models / name / "config.json").read_text())
+        (models / name / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    monkeypatch.setenv("XTK_DATA", str(write_corpora(tmp_path)))
+    monkeypatch.setattr(modules["run"], "_run", lambda words: run(*words[2:], timeout=900).stdout.strip())
+    sizes = ["--weights", "0.3", "--documents", "4", "--held-out", "4", "--steps", "2"]
+    arguments = [str(output), "--short", "--models", str(models), *sizes]
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    modules["run"].main()
+    printed = capsys.readouterr().out
+    assert "**code**" in printed
+    assert "| `ce lr=0.0001` |" in printed
+    assert (output / "differences.svg").read_text().count("<circle") == 2  # ce, and the default at 0
+    rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    assert {row["measure"] for row in rows} == {"dev", "test", "humaneval", "wikitext", "documents"}
+    # A second run prints no command that trains or measures again; another size is refused.
+    modules["run"].main()
+    again = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("$ xtk")]
+    assert not [words for words in again if words[2] in ("evaluate", "rollout")]
+    assert [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()] == rows
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments[:-1], "3"])
+    with pytest.raises(SystemExit, match="other steps"):
+        modules["run"].main()
