@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 SMOLLM2, GEMMA = "smollm2-135m-instruct.gguf", "gemma-3-270m.gguf"
 QWEN_SMALL, QWEN = "qwen2.5-coder-0.5b-instruct.gguf", "qwen2.5-coder-1.5b-instruct.gguf"
@@ -18,11 +18,13 @@ class Line:
         losses: values of `--loss`; `{weight}` is replaced by each weight of the grid.
         source: `cache`, `answers` (of the teacher), `prompts` (on-policy), or `trl` (TRL's trainer).
         options: further options of the command.
+        continues: whether it begins from the student of the default line instead of the pair's.
     """
 
     losses: tuple[str, ...]
     source: str = "cache"
     options: tuple[str, ...] = ()
+    continues: bool = False
 
     @property
     def has_grid(self) -> bool:
@@ -32,14 +34,13 @@ class Line:
     def with_weight(self, weight: float) -> Line:
         """Return the line with a weight of cross-entropy; the loss is left out at weight 0."""
         losses = [loss.format(weight=f"{weight:g}") for loss in self.losses]
-        return Line(tuple(loss for loss in losses if loss != "ce:weight=0"), self.source, self.options)
+        return replace(self, losses=tuple(loss for loss in losses if loss != "ce:weight=0"))
 
     @property
     def name(self) -> str:
         """The losses, source and options as one text; the name of its runs."""
-        return " ".join(
-            ["+".join(self.losses), *([] if self.source == "cache" else [f"({self.source})"]), *self.options]
-        )
+        source = [] if self.source == "cache" else [f"({self.source})"]
+        return " ".join([*(["default, then"] if self.continues else []), "+".join(self.losses), *source, *self.options])
 
 
 def _with_ce(loss: str) -> Line:
@@ -76,6 +77,7 @@ ON_POLICY = (
     Line(("bpm",), "prompts"),
     Line(("byte-kl",), "prompts"),
     Line(("policy-gradient",), "prompts"),
+    Line(("bpm",), "prompts", continues=True),
     Line(("policy-gradient:teacher_weight=0",), "prompts", ("--reward", "exact")),
 )
 

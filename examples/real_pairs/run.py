@@ -2,9 +2,9 @@
 
     XTK_DATA=FOLDER python examples/real_pairs/run.py OUTPUT [--short] [--pairs code text ...] [--seeds 5]
 
-Downloads the models (`pretrained_models.py`), writes texts (`texts.py`), teacher caches and students, and measures
+Downloads the models (`pretrained_models.py`), writes texts (`pair_texts.py`), teacher caches and students, and measures
 them. Each step is a command that is printed before it runs, so that it can be copied. Results are stored in
-OUTPUT/results.jsonl; after an interruption the same command continues. `tables.py OUTPUT` prints the tables again.
+OUTPUT/results.jsonl; after an interruption the same command continues. `pair_tables.py OUTPUT` prints the tables again.
 
 By default, each student takes 125 steps of 4 documents. A line takes less than an hour on two cores, TRL's trainers,
 which run the teacher in each step, about an hour. `--short` takes minutes without other work: one pair, the smaller
@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import texts
+import pair_texts as texts
+from pair_results import Results, file_name_part
 from pairs import GEMMA, NOT_TRAINED, PAIRS, QWEN, QWEN_SMALL, SHORT_LINES, TEACHER, Line, Pair
 from pretrained_models import download
-from results import Results, file_name_part
 
 from xtk.models.resolver import resolve_model_folder
 
@@ -59,11 +59,12 @@ class Size:
     batch: int = 4
     seeds: int = 3
     problems: int = 0
+    teacher_answers: int = 1  # whether the test set includes the teacher's answers
     weights: tuple[float, ...] = (0.0, 0.3, 1.0, 3.0)
     learning_rates: tuple[float, ...] = (1e-4,)
 
 
-SHORT = Size(documents=160, held_out=24, steps=40, seeds=1, weights=(0.3, 1.0))
+SHORT = Size(documents=160, held_out=24, steps=40, seeds=1, weights=(0.3, 1.0), teacher_answers=0)
 
 
 def command(*words: object) -> str:
@@ -146,15 +147,15 @@ class Experiment:
                     "-o", answers)  # fmt: skip
             texts.write_rows(self.texts(part), right_answers(rows, _read_rows(answers), count))
 
-    def answers(self) -> Path:
-        """Return the teacher's continuations of the beginnings of the training texts."""
+    def answers(self, part: str) -> Path:
+        """Return the teacher's continuations of the beginnings of the training or test texts."""
         if self.pair.data == "maths":
-            return self.texts("train")
-        beginnings = self.data / f"{self.pair.data}-beginnings.jsonl"
+            return self.texts(part)
+        beginnings = self.data / f"{self.pair.data}-{part}-beginnings.jsonl"
         if not beginnings.is_file():
-            rows = _read_rows(self.texts("train"))
+            rows = _read_rows(self.texts(part))
             texts.write_rows(beginnings, [{"prompt": beginning(row["text"], self.pair.data)} for row in rows])
-        output = self.data / f"{self.caches.name}-answers.jsonl"
+        output = self.data / f"{self.caches.name}-{part}-answers.jsonl"
         command("rollout", self.teacher, beginnings, *GENERATION, "-o", output)
         return output
 
@@ -165,7 +166,7 @@ class Experiment:
 
     def train(self, candidate: Candidate, seed: int) -> Path:
         """Train a student, store its bits per byte of the development set, and return its folder."""
-        output = self.folder / "runs" / self.name / f"{file_name_part(candidate.name)}-{seed}"
+        output = self._run_folder(candidate, seed)
         output.parent.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         if candidate.line.source == "trl":
@@ -177,6 +178,9 @@ class Experiment:
         self.results.add((self.name, candidate.name, seed, "dev"), {"bits_per_byte": bits}, started)
         return output
 
+    def _run_folder(self, candidate: Candidate, seed: int) -> Path:
+        return self.folder / "runs" / self.name / f"{file_name_part(candidate.name)}-{seed}"
+
     def _distill_arguments(self, candidate: Candidate, seed: int) -> list[object]:
         line = candidate.line
         losses = [word for loss in line.losses for word in ("--loss", loss)]
@@ -185,9 +189,11 @@ class Experiment:
                    *line.options]  # fmt: skip
         if line.source == "prompts":
             prompts = self.data / f"{self.caches.name}-train-prompts.jsonl"
-            return ["distill-on-policy", self.student, prompts, "--teacher", self.teacher, *losses, *options,
+            student = self._run_folder(Candidate(self.pair.default, self.size.learning_rates[0]), seed)
+            student = student if line.continues else self.student
+            return ["distill-on-policy", student, prompts, "--teacher", self.teacher, *losses, *options,
                     "--apply-chat-template", "--max-completion-length", 256]  # fmt: skip
-        source = self.answers() if line.source == "answers" else f"{self.caches}-train"
+        source = self.answers("train") if line.source == "answers" else f"{self.caches}-train"
         return ["distill", self.student, source, *losses, *options]
 
     def _train_with_trl(self, candidate: Candidate, seed: int, output: Path) -> None:
@@ -206,15 +212,18 @@ class Experiment:
 
     def measure(self, name: str, model: Path, seed: int) -> None:
         """Measure a model on the test set and on texts of other kinds, unless the results have it."""
-        for measure in ("test", *self.pair.other, *(["answers"] if self.size.problems else [])):
+        answers = ["teacher's answers"] if self.size.teacher_answers and self.pair.data != "maths" else []
+        for measure in ("test", *self.pair.other, *answers, *(["solved"] if self.size.problems else [])):
             key = (self.name, name, seed, measure)
             if key not in self.results.figures:
                 started = time.monotonic()
                 self.results.add(key, self._figures(measure, model, is_teacher=name == TEACHER), started)
 
     def _figures(self, measure: str, model: Path, *, is_teacher: bool) -> dict[str, Any]:
-        if measure == "answers":
+        if measure == "solved":
             return self._solved(model)
+        if measure == "teacher's answers":
+            return {"bits_per_byte": _bits(command("evaluate", model, self.answers("test"), "--json"))}
         if measure != "test":
             return {"bits_per_byte": _bits(command("evaluate", model, self.data / f"{measure}.jsonl", "--json"))}
         source = self.texts("test") if is_teacher else f"{self.caches}-test"
@@ -365,7 +374,7 @@ def main() -> None:
         if arguments.lines:
             lines = [line for line in pair.lines if line.name in arguments.lines]
         Experiment(name, pair, folder, models, size, results).run(lines)
-    from tables import print_tables
+    from pair_tables import print_tables
 
     print_tables(folder)
 

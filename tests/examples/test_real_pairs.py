@@ -20,12 +20,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "real_pairs"
 def modules():
     """The modules of the example, which are in its folder as they are for its users."""
     sys.path.insert(0, str(EXAMPLE))
+    import pair_results
     import pairs
-    import results
     import run
-    import tables
 
-    yield {"pairs": pairs, "results": results, "run": run, "tables": tables}
+    yield {"pairs": pairs, "results": pair_results, "run": run}
     sys.path.remove(str(EXAMPLE))
 
 
@@ -49,6 +48,10 @@ def test_lines_of_the_default_and_of_the_grid_share_their_runs(modules):
     assert line.has_grid
     assert line.with_weight(0.3).name == modules["pairs"].DEFAULT.name
     assert line.with_weight(0).losses == ("byte-kl",)
+    # Other lines of a pair never share the folder of their runs.
+    for pair in modules["pairs"].PAIRS.values():
+        names = [modules["results"].file_name_part(line.name) for line in pair.lines]
+        assert len(set(names)) == len(names)
 
 
 def test_right_answers_are_conversations(modules):

@@ -44,7 +44,7 @@ class Results:
         """Store the settings, or refuse a folder with results of others; only seeds and problems may change."""
         settings = json.loads(json.dumps(settings))
         if self._settings.is_file():
-            free = ("seeds", "problems", "weights", "learning_rates")
+            free = ("seeds", "problems", "weights", "learning_rates", "teacher_answers")
             changed = [name for name, value in self.settings.items() if settings[name] != value and name not in free]
             if changed:
                 raise SystemExit(f"{self._settings}: made with other {', '.join(changed)}; choose another folder")

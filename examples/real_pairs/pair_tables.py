@@ -1,6 +1,6 @@
 """Print the tables of the real pairs, and draw their figure, from OUTPUT/results.jsonl.
 
-python examples/real_pairs/tables.py OUTPUT
+python examples/real_pairs/pair_tables.py OUTPUT
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import sys
 from html import escape
 from pathlib import Path
 
+from pair_results import Results, paired_difference
 from pairs import NOT_TRAINED, PAIRS, TEACHER
-from results import Results, paired_difference
 
 LEFT, PANEL, GAP, TOP, ROW = 290, 150, 16, 46, 22
 COLORS = {"better": "#1a7f37", "worse": "#c0392b", "same": "#777"}
@@ -53,12 +53,14 @@ def difference_cell(values: dict[int, float], reference: dict[int, float]) -> st
 def pair_table(results: Results, pair: str) -> list[str]:
     """Return the Markdown lines of a pair's table."""
     reference = reference_line(results, pair)
-    measures = [("test", "digits"), ("test", "white space"), ("test", "byte-kl"), ("test", "top1_agreement"),
-                *((other, "bits_per_byte") for other in PAIRS[pair].other),
-                *(("answers", name) for name in ("pass@1", "pass@10"))]  # fmt: skip
+    measures = [
+        *(("test", figure) for figure in ("digits", "white space", "byte-kl", "top1_agreement")),
+        *((other, "bits_per_byte") for other in (*PAIRS[pair].other, "teacher's answers")),
+        *(("solved", figure) for figure in ("pass@1", "pass@10")),
+    ]
     names = lines_of(results, pair)
     shown = [one for one in measures if any(results.values(pair, name, *one) for name in names)]
-    titles = [figure if measure in ("test", "answers") else measure for measure, figure in shown]
+    titles = [figure if measure in ("test", "solved") else measure for measure, figure in shown]
     header = ["line", "bits per byte", "minus the default", *titles, "seeds"]
     rows = [header, ["---"] * len(header)]
     for name in names:
