@@ -45,7 +45,9 @@ FLOORS = [
     ("batches",
      "documents become micro-batches: sources, several teachers, losses per teacher, reduction",
      2_300),
-    ("evaluation", "bits per byte, answers scored by rewards, lm-evaluation-harness", 2_050),  # to reach: 1,900
+    ("evaluation",
+     "bits per byte, answers scored by rewards, lm-evaluation-harness, draft models",
+     2_480),  # to reach: 2,300
     ("training",
      "`distill`: configuration, loop, step, on-policy, held-out; `kinds/`: the four kinds of runs",
      3_940),
@@ -57,7 +59,7 @@ FLOORS = [
     ("importers", "caches from and for other tools, answers of services", 1_710),  # to reach: 1,550
     ("doctor", "checks and forecasts before a long run", 1_430),  # to reach: 1,250
     ("quickstart", "the demonstration pipeline and its tiny models", 450),
-    ("pages", "HTML pages, their templates, and the tables on them", 1_060),  # to reach: 900
+    ("pages", "HTML pages, their templates, and the tables on them", 1_100),  # to reach: 900
     ("commands",
      "one module per command, with its options: checks of inputs, printed results",
      5_350),  # to reach: 4,300

@@ -24,6 +24,7 @@ from xtk.commands.distill import distill, distill_on_policy
 from xtk.commands.doctor import doctor
 from xtk.commands.evaluate import evaluate
 from xtk.commands.evaluate_answers import evaluate_answers
+from xtk.commands.evaluate_draft import evaluate_draft
 from xtk.commands.evaluate_tasks import evaluate_tasks
 from xtk.commands.export import export
 from xtk.commands.inspect import inspect
@@ -62,6 +63,7 @@ COMMANDS: dict[str, Command] = {
     "evaluate": evaluate,
     "evaluate-answers": evaluate_answers,
     "evaluate-tasks": evaluate_tasks,
+    "evaluate-draft": evaluate_draft,
     "report": report,
     "export": export,
     "align": align,

@@ -35,6 +35,7 @@ def answer(tmp_path):
         (("sweep", "s", "p.jsonl", "--on-policy", "-o", "r"), "xtk sweep --command distill-on-policy"),
         (("evaluate", "s", "--tasks=mmlu"), "xtk evaluate-tasks MODEL TASK"),
         (("evaluate", "s", "p.jsonl", "--reward", "exact"), "xtk evaluate-answers --reward"),
+        (("evaluate", "d", "p.jsonl", "--draft-for", "t"), "xtk evaluate-draft DRAFT TARGET PROMPTS"),
         (("inspect", "c", "--teacher", "t"), "xtk cache verify CACHE TEACHER"),
     ],
 )

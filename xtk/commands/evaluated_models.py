@@ -1,4 +1,4 @@
-"""What the three commands of evaluation share: which models they load, and the file of answers."""
+"""What the commands of evaluation share: which models they load, and the file of answers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,18 @@ ModelFolders = tuple[Path, Path | None]  # of a model, and of its adapter
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluatedModelOptions(
-    StartTokenOption, TrustRemoteCodeOption, JsonOption, QuietOption, ConfigOption, CommandOptions
-):
+class LoadedModelOptions(StartTokenOption, TrustRemoteCodeOption):
+    """How a model is loaded."""
+
+    dtype: str = option(
+        "auto",
+        "Data type of the model; auto: that of the checkpoint on a GPU with bf16, float32 on a CPU.",
+        choices=MODEL_DTYPES,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedModelOptions(LoadedModelOptions, JsonOption, QuietOption, ConfigOption, CommandOptions):
     """Which models are evaluated, and how they are loaded."""
 
     model: str = argument(
@@ -44,11 +53,6 @@ class EvaluatedModelOptions(
         (),
         "Another model to evaluate on the same data; reports MODEL minus OTHER, paired by document. Repeatable.",
         metavar="OTHER",
-    )
-    dtype: str = option(
-        "auto",
-        "Data type of the model; auto: that of the checkpoint on a GPU with bf16, float32 on a CPU.",
-        choices=MODEL_DTYPES,
     )
 
 
@@ -87,7 +91,7 @@ def models_to_evaluate(
     return models
 
 
-def load_model_and_tokenizer(name: str, folders: ModelFolders, options: EvaluatedModelOptions) -> tuple[Any, Tokenizer]:
+def load_model_and_tokenizer(name: str, folders: ModelFolders, options: LoadedModelOptions) -> tuple[Any, Tokenizer]:
     """Return a transformers model and its tokenizer."""
     from xtk.models.causal_lm import check_embedding_rows, default_device, load_causal_lm
     from xtk.models.precision import resolve_dtype

@@ -15,6 +15,7 @@ RENAMED = {
     "distill --on-policy": "xtk distill-on-policy",
     "sweep --on-policy": "xtk sweep --command distill-on-policy",
     "evaluate --reward": "xtk evaluate-answers --reward",
+    "evaluate --draft-for": "xtk evaluate-draft DRAFT TARGET PROMPTS",
     "evaluate --tasks": "xtk evaluate-tasks MODEL TASK",
     "inspect --teacher": "xtk cache verify CACHE TEACHER",
 }

@@ -28,8 +28,8 @@ class MetricCurve:
     points: Sequence[tuple[float, float]]  # (step, value) in the order of steps
 
 
-def curves_figure(metric: str, unit: str, curves: Sequence[MetricCurve]) -> Markup:
-    """Return one plot with the curves of a metric, as HTML."""
+def curves_figure(metric: str, unit: str, curves: Sequence[MetricCurve], by: str = "step") -> Markup:
+    """Return one plot with the curves of a metric, as HTML; `by` names the horizontal axis."""
     shown = [(curve, thin_points(curve.points)) for curve in curves]
     low_x, high_x = _scale(x for _, points in shown for x, _ in points)
     low_y, high_y = _scale(y for _, points in shown for _, y in points)
@@ -43,7 +43,7 @@ def curves_figure(metric: str, unit: str, curves: Sequence[MetricCurve]) -> Mark
     lines = [
         {
             "run": curve.run,
-            "title": f"{curve.run}: {format_number(points[-1][1])} at step {points[-1][0]:,.0f}",
+            "title": f"{curve.run}: {format_number(points[-1][1])} at {by} {points[-1][0]:,.0f}",
             "points": [f"{pixel_x(x):.1f},{pixel_y(y):.2f}" for x, y in points],
             "end": (pixel_x(points[-1][0]), pixel_y(points[-1][1])),
             "color": color(curve.color_index),
@@ -55,6 +55,7 @@ def curves_figure(metric: str, unit: str, curves: Sequence[MetricCurve]) -> Mark
         "curves",
         metric=metric,
         unit=unit,
+        by=by,
         last=", ".join(f"{curve.run} {format_number(points[-1][1])}" for curve, points in shown),
         width=MARGIN_LEFT + PLOT_WIDTH + MARGIN_RIGHT,
         height=MARGIN_TOP + PLOT_HEIGHT + MARGIN_BOTTOM,
