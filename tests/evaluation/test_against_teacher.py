@@ -54,11 +54,11 @@ def test_metrics_equal_those_of_training_on_a_held_out_cache(run, pair, folder, 
     assert all(found[f"{name}_error"] > 0 for name in names)
 
 
-def reference_kl(student: Path, teacher: Path) -> float:
-    """Return the mean divergence per token of two models with one tokenizer, over the whole vocabulary in float64."""
+def reference_measures(student: Path, teacher: Path) -> tuple[float, float]:
+    """Return the mean divergence and the overlap per token of two models with one tokenizer, in float64."""
     models = [load_causal_lm(ModelRef(one, dtype="float64")).eval() for one in (teacher, student)]
     tokenizer = Tokenizer(student)
-    nats, count = 0.0, 0
+    nats, overlap, count = 0.0, 0.0, 0
     for (encoded,) in (tokenizer.encode([text]) for text in TEXTS):
         ids = torch.tensor([[tokenizer.start_ids[0], *encoded.ids.tolist(), tokenizer.end_id]])
         with torch.no_grad():
@@ -69,16 +69,18 @@ def reference_kl(student: Path, teacher: Path) -> float:
         ]
         teacher_logprobs, student_logprobs = (one.log() for one in vocabulary_probs)
         nats += float((vocabulary_probs[0] * (teacher_logprobs - student_logprobs)).sum())
+        overlap += float(torch.minimum(*vocabulary_probs).sum())
         count += len(teacher_logprobs)
-    return nats / count
+    return nats / count, overlap / count
 
 
 @pytest.mark.slow
 def test_forward_kl_with_a_shared_tokenizer_equals_that_of_full_distributions(run, pair, folder, tmp_path):
     teacher = small_inputs.make_student(tmp_path / "other", seed=9)
-    expected = reference_kl(pair.student, teacher)
+    expected, overlap = reference_measures(pair.student, teacher)
     (full,) = evaluate_json(run, pair.student, "data.jsonl", "--teacher", f"{teacher}:top_k=all", cwd=folder)
     assert full["forward-kl"] == pytest.approx(expected, rel=1e-4)
+    assert full["acceptance_on_text"] == pytest.approx(overlap, rel=1e-4)
     (top8,) = evaluate_json(run, pair.student, "data.jsonl", "--teacher", f"{teacher}:top_k=8", cwd=folder)
     assert 0 < top8["forward-kl"] < expected  # tokens in the remainder cell cannot diverge
     samples = f"{teacher}:top_k=8,num_samples=200"
@@ -89,6 +91,7 @@ def test_forward_kl_with_a_shared_tokenizer_equals_that_of_full_distributions(ru
     )
     assert first["top1_agreement"] == 1.0
     assert abs(first["forward-kl"]) < 1e-5
+    assert first["acceptance_on_text"] == pytest.approx(1.0, abs=1e-4)
     assert abs(first["byte-kl"]) < 1e-5
     for name in ("forward-kl", "byte-kl", "top1_agreement"):
         assert second[f"{name}_difference"] == pytest.approx(first[name] - second[name], abs=1e-9)

@@ -49,9 +49,9 @@ GREEDY = SamplingConfig(temperature=0.0)
 def make_model(kind: str, vocab_size: int, seed: int) -> torch.nn.Module:
     """Return a small random model with pronounced distributions; `gemma` has a sliding window of 8 tokens."""
     torch.manual_seed(seed)
-    sizes = {"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1 + (kind == "gemma"),
-             "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.25,
-             "tie_word_embeddings": False}  # fmt: skip
+    sizes = {"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 48,
+             "num_hidden_layers": 2 if kind == "gemma" else 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+             "initializer_range": 0.25, "tie_word_embeddings": False}  # fmt: skip
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     layers = ["sliding_attention", "full_attention"]

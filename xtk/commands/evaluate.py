@@ -39,6 +39,8 @@ SAMPLED_DOCUMENTS = 1000  # in which changes of the text by a tokenizer are coun
 # Losses that measure the distance to a teacher: for models with its tokenizer, for any model, and for caches with
 # support none.
 SAME_TOKENIZER_LOSS, ANY_TOKENIZER_LOSS, OBSERVED_TOKEN_LOSS = "forward-kl", "byte-kl", "alm"
+# 1 - the total variation, `sum min(p, q)`: how often a target would accept the model's proposals on this text.
+OVERLAP_LOSS, ACCEPTANCE_METRIC = "tvd", "acceptance_on_text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +171,7 @@ def _measured(
     from xtk.batches.losses_per_teacher import DistillationTeacher
     from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
     from xtk.evaluation.cached_teacher_comparison import compare_with_teacher
+    from xtk.evaluation.standard_errors import Ratio
     from xtk.models.backbone_with_head import BackboneWithHead
     from xtk.text.normalization_changes import count_normalization_loss
 
@@ -188,7 +191,10 @@ def _measured(
         return _ModelResult(bits, {})
     teacher = DistillationTeacher(str(cache.header["teacher"]["name"]), str(cache.folder.name), cache, tokenizer)
     matching = teacher.token_matching(()) if teacher.has_exact_top1 else None
-    return _ModelResult(bits, compare_with_teacher(model, tokenizer, cache, _objectives(teacher), matching, **sizes))
+    measures = compare_with_teacher(model, tokenizer, cache, _objectives(teacher), matching, **sizes)
+    if (distance := measures.pop(OVERLAP_LOSS, None)) is not None:
+        measures[ACCEPTANCE_METRIC] = Ratio(distance.counts - distance.sums, distance.counts)
+    return _ModelResult(bits, measures)
 
 
 def _note_skipped_bytes(results: dict[str, _ModelResult]) -> None:
@@ -211,7 +217,7 @@ def _objectives(teacher: DistillationTeacher) -> list[LossTerm]:
     if teacher.support == "none":
         names = [OBSERVED_TOKEN_LOSS]
     elif teacher.has_students_tokenizer:
-        names = [SAME_TOKENIZER_LOSS, ANY_TOKENIZER_LOSS]
+        names = [SAME_TOKENIZER_LOSS, ANY_TOKENIZER_LOSS, *([OVERLAP_LOSS] if teacher.has_exact_top1 else [])]
     losses = [LossSpec(name, 1.0, ()) for name in names]
     return [
         LossTerm(
