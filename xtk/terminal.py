@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -181,6 +182,11 @@ def result_stream() -> TextIO:
 def stdout_is_terminal() -> bool:
     """Return whether stdout is a terminal that may show colors."""
     return result_stream().isatty() and "NO_COLOR" not in os.environ
+
+
+def stdout_width() -> int | None:
+    """Return the number of columns of the terminal that shows the results; None if another program reads them."""
+    return shutil.get_terminal_size().columns if result_stream().isatty() else None
 
 
 def note(message: str, *, also_if_muted: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,12 @@ import pytest
 import safetensors.numpy
 import small_inputs
 import torch
+from pseudo_terminal import run_in_terminal
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.batches.losses_per_teacher import assign_losses, open_teachers
 from xtk.cache.reader import TeacherCache
+from xtk.commands.doctor import _print_findings, _shorten_path
 from xtk.data.corpus_reader import Corpus
 from xtk.doctor import CHECKS
 from xtk.doctor.all_checks import run_checks
@@ -84,6 +87,80 @@ def found(findings, level: str, text: str) -> Finding:
     return one
 
 
+def printed_findings(capsys, findings, *names, all_of_them=False) -> list[str]:
+    _print_findings(findings, names, all_of_them=all_of_them)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_findings_are_printed_as_problems_costs_counts_and_a_verdict(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "a" / "model"
+    model.mkdir(parents=True)
+    findings = [
+        Finding("ok", "4,000 tokens", f"student {model}", check="embedding_rows"),
+        Finding("ok", "3,000 tokens", "teacher t", check="embedding_rows"),
+        Finding("note", "no GPU was found", check="library_versions"),
+        Finding("ok", "distill: 0.82 of 23.5 GiB", "x", check="memory"),
+        Finding("warning", "the teacher is not better", "teacher t", "check it", check="teacher_level"),
+    ]
+    warning = ["warning teacher_level: the teacher is not better", "  where: teacher t", "  try:   check it"]
+    cost = "ok      memory: distill: 0.82 of 23.5 GiB"
+    printed = [*warning, cost, "3 checks passed, 1 note (-v prints them)"]
+    assert printed_findings(capsys, findings) == [*printed, "ready: 1 warning to read before a long run"]
+    assert printed_findings(capsys, findings[:4])[-1] == "ready: no problem was found"
+    bad = Finding(
+        "error", "600 rows, but 640 tokens", f"student {model}", "use another tokenizer", check="embedding_rows"
+    )
+    lines = printed_findings(capsys, [*findings, bad], str(model))
+    assert lines[:3] == [
+        "error   embedding_rows: 600 rows, but 640 tokens",
+        "  where: student a/model",
+        "  try:   use another tokenizer",
+    ]
+    assert lines[-2:] == [
+        "2 checks passed, 1 note (-v prints them)",
+        "1 error, 1 warning: the run would fail; do what is after try:",
+    ]
+    every = printed_findings(capsys, findings, all_of_them=True)
+    assert [line.split()[0] for line in every if not line.startswith("  ")] == [
+        "warning",
+        "note",
+        "ok",
+        "ok",
+        "ok",
+        "3",
+        "ready:",
+    ]
+    assert every[-2] == "3 checks passed, 1 note"
+
+
+def test_paths_are_shortened(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    (tmp_path.parent / "models" / "small").mkdir(parents=True)
+    far = Path("/usr/share/zoneinfo/America/Argentina/Buenos_Aires")
+    for name, short in [
+        ("HuggingFaceTB/SmolLM2", "HuggingFaceTB/SmolLM2"),
+        (str(tmp_path.parent / "models" / "small"), "~/models/small"),
+        (str(far), ".../Argentina/Buenos_Aires" if far.exists() else str(far)),
+    ]:
+        assert _shorten_path(name) == short
+
+
+@pytest.mark.slow
+def test_doctor_fits_a_terminal_of_80_columns(pair, cache, tmp_path):
+    folders = [str(place) for place in (pair.student, pair.teacher, cache)]
+    code, written = run_in_terminal([sys.executable, "-m", "xtk", "doctor", *folders], tmp_path)
+    lines = written.splitlines()
+    assert code == 0
+    assert max(map(len, lines)) <= 80
+    assert "checks passed" in lines[-2]
+    assert lines[-1].startswith("ready: ")
+    problems = sum(line.startswith("warning") for line in lines)
+    assert len(lines) <= 15 + 6 * problems
+    assert tmp_path.parent.as_posix() not in "".join(lines)
+
+
 @pytest.mark.slow
 def test_doctor_exits_with_0_for_a_valid_pair_and_with_1_for_an_invalid_one(run, pair, faulty, corpus, cache, tmp_path):
     done = run("doctor", pair.student, pair.teacher, corpus, "--json", "-o", tmp_path / "out")
@@ -95,7 +172,7 @@ def test_doctor_exits_with_0_for_a_valid_pair_and_with_1_for_an_invalid_one(run,
         "regions", "reasoning_and_tools",
     }  # fmt: skip
     assert {one["check"] for one in findings} >= {check.partition(":")[2] for check in CHECKS} - conditional
-    assert run("doctor", pair.student, pair.teacher, cache, corpus).stdout.splitlines()[-1].endswith("0 errors")
+    assert run("doctor", pair.student, pair.teacher, cache, corpus).stdout.splitlines()[-1].startswith("ready: ")
     assert run("doctor", pair.student, pair.teacher).returncode == 0
     update_json(faulty.student / "config.json", vocab_size=700)
     done = run("doctor", faulty.student, faulty.teacher, corpus, "--json", code=1)
@@ -263,7 +340,7 @@ def test_compression_and_alignment(pair, corpus):
 
 
 def test_projection_auto_loss_and_cache_identity(pair, cache, corpus):
-    figures = found(projection(doctor_inputs(pair)), "warning", "no counterpart with equal bytes").figures
+    figures = found(projection(doctor_inputs(pair)), "note", "no counterpart with equal bytes").figures
     assert figures["poorly_matched_categories"] == ["digits"]
     assert sum(figures["rows"].values()) == 656
     one_tokenizer = small_inputs.Pair(pair.student, pair.student)

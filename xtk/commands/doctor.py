@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
@@ -23,9 +24,14 @@ from xtk.options.declaration import (
 from xtk.options.shared import MODEL_DTYPES, ConfigOption, CorpusOptions, ForceOption, JsonOption, QuietOption
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from xtk.doctor.doctor_inputs import DoctorInputs, Finding
+
+# Checks that print what the run costs and does: these findings are printed even if nothing is wrong.
+COSTS = ("auto_loss", "teacher_level", "memory", "disk")
+MAX_PATH = 40  # characters of a path that is printed in full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,9 @@ class DoctorOptions(CorpusOptions, ForceOption, JsonOption, QuietOption, ConfigO
         "",
         "Write a page of the first documents as both models read them, colored by region, to this file.",
         metavar="FILE",
+    )
+    verbose: bool = option(
+        False, "Also print notes and the checks that passed.", flags=("--verbose", "-v"), is_recorded=False
     )
     long_documents: str = redeclared(CacheTeacherOptions, "long_documents")
     max_length: int = redeclared(DistillOptions, "max_length")
@@ -132,7 +141,7 @@ def doctor(options: DoctorOptions) -> None:
         if options.as_json:
             terminal.result_json({"kind": "finding", **finding.to_json()})
     if not options.as_json:
-        _print_findings(findings)
+        _print_findings(findings, (options.student, options.teacher, *options.data), all_of_them=options.verbose)
     worst = max((LEVELS.index(finding.level) for finding in findings), default=0)
     if LEVELS[worst] == "error":
         raise typer.Exit(1)
@@ -158,15 +167,62 @@ def _write_page(inputs: DoctorInputs, path: Path, *, force: bool) -> None:
     write_page(path, regions_page(documents, names, request))
 
 
-def _print_findings(findings: list[Finding]) -> None:
-    """Print the findings, and how many there are of each level."""
+def _print_findings(findings: list[Finding], names: Sequence[str], *, all_of_them: bool) -> None:
+    """Print errors and warnings, costs, how many checks have passed, and a verdict.
+
+    Args:
+        names: paths of the inputs, which are shortened in what is printed.
+        all_of_them: also print notes and passed checks.
+    """
     from xtk.doctor.doctor_inputs import LEVELS
 
-    for finding in findings:
-        where = f"\n  where: {finding.where}" if finding.where else ""
-        next_step = f"\n  try:   {finding.hint}" if finding.hint else ""
-        terminal.result_line(f"{finding.level:8} {finding.check}: {finding.what}{where}{next_step}")
+    shortened = {name: short for name in names if (short := _shorten_path(name)) != name}
+    for finding in sorted(findings, key=lambda finding: -LEVELS.index(finding.level)):
+        if all_of_them or finding.level in ("error", "warning"):
+            _print_finding(finding, shortened)
+        elif finding.level == "ok" and finding.check in COSTS:
+            _print_finding(replace(finding, where=""), shortened)
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
-    terminal.result_line(
-        ", ".join(f"{count} {level}{'s' if count != 1 and level != 'ok' else ''}" for level, count in counts.items())
-    )
+    failed = {finding.check for finding in findings if finding.level in ("error", "warning")}
+    passed = len({finding.check for finding in findings} - failed)
+    notes = f", {_count(counts['note'], 'note')}" if counts["note"] else ""
+    terminal.result_line(f"{_count(passed, 'check')} passed{notes}{'' if all_of_them else ' (-v prints them)'}")
+    warnings = _count(counts["warning"], "warning")
+    verdict = f"ready: {warnings} to read before a long run" if counts["warning"] else "ready: no problem was found"
+    if counts["error"]:
+        more = f", {warnings}" if counts["warning"] else ""
+        verdict = f"{_count(counts['error'], 'error')}{more}: the run would fail; do what is after try:"
+    terminal.result_line(verdict)
+
+
+def _print_finding(finding: Finding, shortened: Mapping[str, str]) -> None:
+    """Print a finding; on a terminal, its lines are wrapped between words and indented."""
+    import textwrap
+
+    texts = [f"{finding.level:8}{finding.check}: {finding.what}"]
+    texts += [f"  where: {finding.where}"] if finding.where else []
+    texts += [f"  try:   {finding.hint}"] if finding.hint else []
+    for text in texts:
+        for name, short in shortened.items():
+            text = text.replace(name, short)
+        width = terminal.stdout_width()
+        wrap = partial(textwrap.wrap, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False)
+        for line in wrap(text, width) if width else [text]:
+            terminal.result_line(line)
+
+
+def _shorten_path(name: str) -> str:
+    """Return a path relative to the working directory or the home folder, or the last two parts of a long one."""
+    from pathlib import Path
+
+    path = Path(name).absolute()
+    if "://" in name or not path.exists():  # a hub id
+        return name
+    for folder, prefix in ((Path.cwd(), "."), (Path.home(), "~")):
+        if path.is_relative_to(folder) and path != folder:
+            return min(str(Path(prefix) / path.relative_to(folder)), name, key=len)
+    return name if len(name) <= MAX_PATH else "/".join(("...", *path.parts[-2:]))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

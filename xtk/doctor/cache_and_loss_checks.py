@@ -70,7 +70,7 @@ def projection(inputs: DoctorInputs) -> Iterator[Finding]:
     warning = audit_warning(audit)
     if warning is not None:
         what += f". {'; '.join(map(str.strip, warning.splitlines()))}"
-    yield Finding("ok" if warning is None else "warning", what, figures=figures)
+    yield Finding("ok" if warning is None else "note", what, figures=figures)  # the default loss compares bytes
 
 
 @dataclass(frozen=True)
