@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +24,19 @@ def print_wide(console: Any, table: Any) -> None:
     console.print(table, soft_wrap=True)
 
 
-def print_table(title: str, column_titles: list[str], rows: list[list[str]], is_number: Sequence[bool] = ()) -> None:
+def print_table(
+    title: str,
+    column_titles: list[str],
+    rows: list[list[str]],
+    is_number: Sequence[bool] = (),
+    *,
+    as_note: bool = False,
+) -> None:
     """Print a table: formatted on a terminal, plain text elsewhere. Empty columns are left out.
 
     Args:
         is_number: for each column whether it is aligned to the right; empty: none is.
+        as_note: print to stderr as a note, not to stdout as a result.
     """
     kept = [at for at in range(len(column_titles)) if any(row[at] for row in rows)]
     right = [bool(is_number) and is_number[at] for at in kept]
@@ -35,7 +44,9 @@ def print_table(title: str, column_titles: list[str], rows: list[list[str]], is_
         [column_titles[at] for at in kept],
         [[terminal.printable(row[at]) for at in kept] for row in rows],
     )
-    if terminal.stdout_is_terminal():
+    if as_note and not terminal.shows_notes():
+        return
+    if sys.stderr.isatty() if as_note else terminal.stdout_is_terminal():
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -45,11 +56,12 @@ def print_table(title: str, column_titles: list[str], rows: list[list[str]], is_
             table.add_column(Text(head), justify="right" if at_right else "left", no_wrap=True)
         for row in rows:
             table.add_row(*map(Text, row))
-        print_wide(Console(file=terminal.result_stream()), table)
+        print_wide(Console(file=sys.stderr if as_note else terminal.result_stream()), table)
         return
     widths = [max(map(len, column)) for column in zip(column_titles, *rows, strict=True)]
-    terminal.result_line(title)
+    print_line = terminal.note if as_note else terminal.result_line
+    print_line(title)
     for row in [column_titles, *rows]:
         cells = zip(row, widths, right, strict=True)
         line = "  ".join(cell.rjust(width) if at_right else cell.ljust(width) for cell, width, at_right in cells)
-        terminal.result_line(line.rstrip())
+        print_line(line.rstrip())

