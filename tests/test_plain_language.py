@@ -60,9 +60,9 @@ def test_help_text_is_one_or_two_short_phrases(command, option, text):
 def test_every_option_is_under_one_heading_of_its_command():
     general = {"output", "config", "force", "as_json", "quiet", "help"}
     for name, command in commands().items():
-        if not command.headings:
+        if not command.kind.HEADINGS:
             continue
-        listed = [option for _, names in headings_of(command.headings) for option in names]
+        listed = [option for _, names in headings_of(command.kind.HEADINGS) for option in names]
         known = {str(one.name) for one in commands()[name].params if one.param_type_name == "option"}
         assert len(listed) == len(set(listed)), name
         assert set(listed) <= known, set(listed) - known

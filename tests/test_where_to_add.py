@@ -148,4 +148,4 @@ def test_a_loss_a_teacher_and_an_option_are_one_file_and_one_line_each(changed, 
     recipe = json.loads((output / "recipe.json").read_text())
     assert "toy-kl:strength=2" in json.dumps(recipe)
     assert '"toy_scale": 3' in json.dumps(recipe)
-    assert "--toy-scale" in run_changed(changed, "distill", "--help").stdout
+    assert "--toy-scale" in run_changed(changed, "distill", "--help-all").stdout

@@ -53,7 +53,7 @@ def main() -> None:
 
 def _set_cache_folders(arguments: list[str]) -> None:
     """Set cache folders that libraries can write to, before they are imported."""
-    if not arguments or not {"-h", "--help", "--version"}.isdisjoint(arguments):
+    if not arguments or not {"-h", "--help", "--help-all", "--version"}.isdisjoint(arguments):
         return
     try:
         use_writable_cache_folders(quiet=not {"-q", "--quiet"}.isdisjoint(arguments))

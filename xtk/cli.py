@@ -27,6 +27,7 @@ from xtk.commands.evaluate_answers import evaluate_answers
 from xtk.commands.evaluate_draft import evaluate_draft
 from xtk.commands.evaluate_tasks import evaluate_tasks
 from xtk.commands.export import export
+from xtk.commands.help_format import HELP_ALL, MANUAL, definition_lines, heading
 from xtk.commands.inspect import inspect
 from xtk.commands.prune_projection import prune_projection
 from xtk.commands.query_teacher import query_teacher
@@ -41,6 +42,7 @@ from xtk.name_registry import unknown_name_error
 from xtk.subprocesses import REPORTED_ERRORS_VARIABLE
 
 EXIT_OK, EXIT_INTERRUPTED = 0, 130
+COMMAND_COLUMN = 18
 FIRST_PROCESS_HEAD_START_SECONDS = 3
 
 
@@ -71,6 +73,14 @@ COMMANDS: dict[str, Command] = {
     "doctor": doctor,
 }
 GROUPS = {"cache": "Merge, import, export or verify teacher caches."}
+# The headings of `xtk --help`; a command of none would not be listed, which a test checks.
+TOPICS = {
+    "Start": ("quickstart", "doctor", "align", "inspect"),
+    "Teacher": ("cache-teacher", "query-teacher", "cache"),
+    "Train": ("distill", "distill-on-policy", "rollout", "sweep"),
+    "Evaluate and publish": ("evaluate", "evaluate-answers", "evaluate-tasks", "report", "export"),
+    "Vocabularies": ("build-projection", "prune-projection", "transplant"),
+}
 
 
 class LazyCommandGroup(TyperGroup):
@@ -100,13 +110,24 @@ class LazyCommandGroup(TyperGroup):
             self.add_command(group, cmd_name)
         return self.commands.get(cmd_name)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the name of each command and the first line of its docstring."""
-        names = {name: self.prefix + name for name in self.list_commands(ctx)}
-        with formatter.section("Commands"):
-            formatter.write_dl([
-                (name, GROUPS.get(path) or short_help(COMMANDS[path])) for name, path in names.items()
-            ])  # fmt: skip
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        """Write the usage."""
+        formatter.write(f"{heading('Usage')} {ctx.command_path} COMMAND ...\n")
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the names of the commands by topic, with the first lines of their docstrings; then options."""
+        names = self.list_commands(ctx)
+        topics = {"Commands": names} if self.prefix else TOPICS
+        lines = {
+            title: [(name, GROUPS.get(self.prefix + name) or short_help(COMMANDS[self.prefix + name])) for name in part]
+            for title, part in topics.items()
+        }
+        options = [] if self.prefix else [("--version", "Print the version.")]
+        lines["Options"] = [*options, ("-h, --help", "Print this; xtk COMMAND --help: the options of a command.")]
+        for title, records in lines.items():
+            text = "\n".join(definition_lines(records, formatter.width, COMMAND_COLUMN))
+            formatter.write(f"\n{heading(title)}\n{text}\n")
+        formatter.write(f"\n{heading('Manual')} {MANUAL}\n")
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that a command line names."""
@@ -140,12 +161,13 @@ def _xtk(
 ) -> None:
     """Distill large language models across tokenizers.
 
-    Each command prints the path of its output. The argument - reads a path from a pipe.
-
     \b
-      xtk build-projection STUDENT TEACHER -o p | xtk prune-projection - --top-k 4 -o p4
-      xtk cache-teacher TEACHER corpus.jsonl --top-k 64 -o cache
-      xtk distill STUDENT cache --projection p4 -o student
+      xtk doctor STUDENT TEACHER corpus.jsonl
+      xtk cache-teacher TEACHER corpus.jsonl -o cache
+      xtk distill STUDENT cache -o student
+      xtk evaluate student test.jsonl
+
+    Each command prints the path of its output. The argument - reads a path from a pipe.
     """  # noqa: D301
 
 
@@ -158,7 +180,7 @@ def run_command(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, _raise_terminated)
     if sys.stdin is not None and hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    if "-h" not in arguments and "--help" not in arguments:
+    if {"-h", "--help", HELP_ALL}.isdisjoint(arguments):
         terminal.redirect_stdout_to_stderr()
     try:
         command = typer.main.get_command(app)

@@ -43,6 +43,10 @@ class CacheTeacherOptions(
 ):
     """Options of `xtk cache-teacher`."""
 
+    MAIN_OPTIONS = (
+        "output", "columns", "support", "top_k", "max_length", "long_documents", "dtype", "batch_tokens", "backend",
+        "estimate",
+    )  # fmt: skip
     HEADINGS = (
         Heading("Data", (CorpusOptions, DocumentColumnOptions, "long_documents", "max_length")),
         Heading(

@@ -15,10 +15,11 @@ import typer
 from typer.core import TyperCommand
 
 from xtk.commands.distill_options import DISTILL_COMMANDS, distill_command
+from xtk.commands.help_format import HELP_ALL, definition_lines, heading, option_record, sections, usage, wrap
 from xtk.commands.renamed import EXIT_USAGE, renamed_error
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
-from xtk.options.declaration import CommandOptions, Heading, Option, check_options, declared_options, flag, headings_of
+from xtk.options.declaration import CommandOptions, Option, check_options, declared_options, flag
 
 MAX_CONFIG_BYTES = 1 << 24  # a recipe lists every file that the run has read
 Command = Callable[[Any], Any]
@@ -33,7 +34,7 @@ def build_command(function: Command, name: str, **context_settings: Any) -> Any:
     app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
     app.command(
         name,
-        cls=type("Command", (ConfigFileCommand,), {"headings": options_type(function).HEADINGS}),
+        cls=type("Command", (ConfigFileCommand,), {"kind": options_type(function)}),
         context_settings=context_settings,
         help=shown,
         epilog=textwrap.dedent(examples).strip(),
@@ -120,33 +121,55 @@ def _annotation(kind: type, field: dataclasses.Field[Any], declared: Option) -> 
 class ConfigFileCommand(TyperCommand):
     """A command with options also in snake_case and from `--config FILE`; its help has headings and examples."""
 
-    headings: Sequence[Heading] = ()
+    kind: Any = CommandOptions
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        """Write the usage, with the options that the command needs."""
+        line = usage(ctx.command_path, [(name, option) for name, option, _, _ in self._declared()], self._required())
+        lines = wrap(line, formatter.width - len("Usage: "), " " * len("Usage: "))
+        formatter.write(f"{heading('Usage')} {chr(10).join(lines).lstrip()}\n")
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write what the command does."""
+        for paragraph in (self.help or "").strip().split("\n\n"):
+            formatter.write("\n" + "\n".join(wrap(" ".join(paragraph.split()), formatter.width)) + "\n")
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, then options by heading; those without one come last."""
-        titles = {name: heading.title for heading, names in headings_of(self.headings) for name in names}
-        order = {name: at for at, name in enumerate(titles)}
-        general = "General" if titles else "Options"
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
-        sections |= {title: [] for title in titles.values()} | {general: []}
-        for parameter in sorted(self.get_params(ctx), key=lambda one: order.get(str(one.name), len(order))):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                is_argument = parameter.param_type_name == "argument"
-                sections["Arguments" if is_argument else titles.get(str(parameter.name), general)].append(record)
-        for title, records in sections.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
+        """Write arguments, then options by heading, those without one last; or the most used ones only."""
+        required, records, arguments = self._required(), {}, []
+        for name, option, type_, default in self._declared():
+            records[name] = option_record(name, option, type_, default, is_required=name in required)
+            arguments += [name] if option.is_argument else []
+        most_used: Sequence[str] = self.kind.MAIN_OPTIONS
+        main = () if ctx.meta.get(HELP_ALL) else most_used
+        count = len(records) - len(arguments)
+        records["help"] = ("-h, --help", "Print the most used options." if most_used else "Print this.")
+        if most_used:
+            records["help_all"] = (HELP_ALL, f"Print all {count} options by topic.")
+        shown = sections(records, arguments, self.kind.HEADINGS, (*main, "help", "help_all") if main else ())
+        for title, lines in shown.items():
+            if lines:
+                text = "\n".join(definition_lines(lines, formatter.width))
+                formatter.write(f"\n{heading(title)}\n{text}\n")
+
+    def _declared(self) -> list[tuple[str, Option, Any, Any]]:
+        """Return (name, option, type, default) of all options."""
+        types = _field_types(self.kind)
+        return [(field.name, option, types[field.name], field.default) for field, option in declared_options(self.kind)]
+
+    def _required(self) -> list[str]:
+        return [name for name, _, _, default in self._declared() if default is dataclasses.MISSING]
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the examples, a command a line."""
-        with formatter.section("Examples"):
-            for line in (self.epilog or "").splitlines():
-                formatter.write(f"  {line}\n")
+        lines = "".join(f"  {line}\n" for line in (self.epilog or "").splitlines())
+        formatter.write(f"\n{heading('Examples')}\n{lines}")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments; a `--config` file provides defaults for options that are not on the command line."""
+        if HELP_ALL in args:
+            ctx.meta[HELP_ALL] = True
+            args = ["--help"]
         known = {name for parameter in self.params for name in parameter.opts if name.startswith("--")}
         args = [_kebab(argument, known) for argument in args]
         for argument in args:

@@ -64,6 +64,10 @@ class DistillOptions(
 ):
     """Options of `xtk distill`."""
 
+    MAIN_OPTIONS: ClassVar[Sequence[str]] = (
+        "output", "loss", "teacher", "projection", "max_steps", "learning_rate", "per_device_train_batch_size",
+        "lora_r", "eval_data", "save_steps", "config",
+    )  # fmt: skip
     HEADINGS: ClassVar[Sequence[Heading]] = (
         Heading("Data", (CorpusOptions, DocumentColumnOptions, SequenceOptions, "dataloader_num_workers")),
         Heading("Teacher", ("teacher", TeacherUseOptions)),
@@ -182,10 +186,23 @@ class DistillOptions(
 class OnPolicyDistillOptions(PromptOptions, SamplingOptions, OnPolicyOptions, RewardOptions, DistillOptions):
     """Options of `xtk distill-on-policy`."""
 
+    MAIN_OPTIONS = (
+        "output",
+        "teacher",
+        "reward",
+        "loss",
+        "num_generations",
+        "max_completion_length",
+        "temperature",
+        "max_steps",
+        "learning_rate",
+        "rollout_backend",
+        "eval_data",
+    )
     HEADINGS = (
         *DistillOptions.HEADINGS[:-2],
         Heading(
-            "On-policy generation",
+            "On-policy",
             (
                 PromptOptions, SamplingOptions, OnPolicyOptions, RewardOptions, "rollout_backend", "rollout_engine",
                 "rollout_server", "rollout_dtype", "rollout_batch_tokens", "stop_if",

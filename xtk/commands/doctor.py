@@ -38,6 +38,10 @@ MAX_PATH = 40  # characters of a path that is printed in full
 class DoctorOptions(CorpusOptions, ForceOption, JsonOption, QuietOption, ConfigOption, CommandOptions):
     """Options of `xtk doctor`."""
 
+    MAIN_OPTIONS = (
+        "columns", "max_length", "top_k", "tokens_per_second", "output", "per_device_train_batch_size", "lora_r",
+        "num_processes", "html", "as_json",
+    )  # fmt: skip
     HEADINGS = (
         Heading("Data", (CorpusOptions, "long_documents", "max_length", "html")),
         Heading("Planned cache", ("teacher_dtype", "top_k", "batch_tokens", "tokens_per_second")),

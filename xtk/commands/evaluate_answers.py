@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 class EvaluateAnswersOptions(SamplingOptions, PromptOptions, CorpusOptions, EvaluatedModelOptions):
     """Options of `xtk evaluate-answers`."""
 
+    MAIN_OPTIONS = (
+        "reward", "output", "max_prompts", "num_generations", "max_completion_length", "temperature", "columns",
+        "apply_chat_template", "compare_to", "as_json",
+    )  # fmt: skip
     HEADINGS = (
         Heading("Problems", ("reward", CorpusOptions, "max_prompts", PromptOptions)),
         Heading("Generation", ("num_generations", SamplingOptions, "seed", "backend", "engine", "batch_tokens")),

@@ -72,6 +72,10 @@ class RolloutOptions(
 ):
     """Options of `xtk rollout`."""
 
+    MAIN_OPTIONS = (
+        "output", "num_generations", "max_completion_length", "temperature", "reward", "columns",
+        "apply_chat_template", "max_prompts", "backend", "seed",
+    )  # fmt: skip
     HEADINGS = (
         Heading("Data", (CorpusOptions, DocumentColumnOptions, "max_prompts", PromptOptions)),
         Heading("Sampling", ("num_generations", SamplingOptions, "seed", "top_logprobs")),

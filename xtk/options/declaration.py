@@ -172,9 +172,11 @@ class CommandOptions:
 
     Attributes:
         HEADINGS: what help lists under headings; all other options come last.
+        MAIN_OPTIONS: names of the most used options, which --help lists; (): it lists all.
     """
 
     HEADINGS: ClassVar[Sequence[Heading]] = ()
+    MAIN_OPTIONS: ClassVar[Sequence[str]] = ()
 
 
 def headings_of(headings: Sequence[Heading]) -> list[tuple[Heading, list[str]]]:
