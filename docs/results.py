@@ -164,9 +164,12 @@ def on_policy_ways() -> str:
 
 def quickstart() -> str:
     """Return what `xtk quickstart` printed at its end."""
-    from xtk.quickstart.demo_pipeline import markdown_table
+    from xtk.quickstart.demo_pipeline import explain_results, result_rows
+    from xtk.terminal_tables import plain_lines
 
-    return f"```text{markdown_table(DATA['quickstart_as_printed'])}\n```\n"
+    title, rows = result_rows(DATA["quickstart_as_printed"])
+    lines = [title, *plain_lines(rows, (False, True)), explain_results(DATA["quickstart_as_printed"])]
+    return "\n".join(["```text", *lines, "```", ""])
 
 
 def ten_numbers() -> str:

@@ -58,10 +58,20 @@ def print_table(
             table.add_row(*map(Text, row))
         print_wide(Console(file=sys.stderr if as_note else terminal.result_stream()), table)
         return
-    widths = [max(map(len, column)) for column in zip(column_titles, *rows, strict=True)]
     print_line = terminal.note if as_note else terminal.result_line
     print_line(title)
-    for row in [column_titles, *rows]:
-        cells = zip(row, widths, right, strict=True)
-        line = "  ".join(cell.rjust(width) if at_right else cell.ljust(width) for cell, width, at_right in cells)
-        print_line(line.rstrip())
+    for line in plain_lines([column_titles, *rows], right):
+        print_line(line)
+
+
+def plain_lines(rows: Sequence[Sequence[str]], is_number: Sequence[bool]) -> list[str]:
+    """Return rows of a table as lines with columns of one width each; numbers are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (
+        [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        ]
+        for row in rows
+    )
+    return ["  ".join(cells).rstrip() for cells in padded]

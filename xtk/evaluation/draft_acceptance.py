@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk import terminal
 from xtk.evaluation.byte_text_categories import TEXT_CATEGORIES, categorize_bytes
 from xtk.evaluation.speculative_decoding import ADDED, REPLACED, SpeculativeCompletion, SpeculativeDecoder
 from xtk.evaluation.standard_errors import Estimate, Ratio
+from xtk.progress import Progress
 from xtk.text.document import Document, Segment
 from xtk.text.tokenizer import Tokenizer
 
@@ -156,7 +156,7 @@ def measure_draft(
     """
     sizes = [0, *block_sizes]
     completions: dict[int, list[SpeculativeCompletion]] = {size: [] for size in sizes}
-    with terminal.Progress("evaluate-draft", len(prompts) * len(sizes), "completions") as progress:
+    with Progress("evaluate-draft", len(prompts) * len(sizes), "completions") as progress:
         for number, (prompt, length) in enumerate(zip(prompts, max_lengths, strict=True)):
             for size in sizes:
                 key = (seed * 1_000_003 + number) * 1_000 + size

@@ -142,21 +142,22 @@ def _report(folder: Path, seeds: int) -> Path:
 
 
 def _print_results(figures: dict[str, Any], *, real: bool) -> None:
+    terminal.note("")
+    title, (heads, *rows) = result_rows(figures, real=real)
+    print_table(title, heads, rows, [False, True], as_note=True)
+    _print_note(explain_results(figures))
+
+
+def result_rows(figures: dict[str, Any], *, real: bool = False) -> tuple[str, list[list[str]]]:
+    """Return the title and the rows of the closing table, the heads of its columns first."""
     teacher = "teacher, SmolLM2-135M-Instruct, pretrained" if real else "teacher, trained on all documents"
     rows = [
         (teacher, [figures["teacher"]]),
         (f"student, cross-entropy only, trained on {STUDENT_FRACTION:.0%} of them", figures["ce"]),
         ("the same student, distilled, same steps and documents", figures["distilled"]),
     ]
-    terminal.note("")
-    print_table(
-        "Bits per byte on held-out text (lower is better)",
-        ["model", "bits per byte"],
-        [[name, ", ".join(f"{value:.3f}" for value in values)] for name, values in rows],
-        [False, True],
-        as_note=True,
-    )
-    _print_note(explain_results(figures))
+    cells = [[name, ", ".join(f"{value:.3f}" for value in values)] for name, values in rows]
+    return "Bits per byte on held-out text (lower is better)", [["model", "bits per byte"], *cells]
 
 
 def explain_results(figures: dict[str, Any]) -> str:

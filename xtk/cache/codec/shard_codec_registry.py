@@ -117,7 +117,9 @@ class RawCodec:
                     _array_bytes(scores.logprobs, "<f4"),
                     _array_bytes(scores.sample_ids, "<i4"),
                     _array_bytes(scores.sample_counts, "<i4"),
-                    _array_bytes(scores.sample_logprobs, "<f4") if has_sample_logprobs else b"",
+                    b""
+                    if scores.sample_logprobs is None or not has_sample_logprobs
+                    else _array_bytes(scores.sample_logprobs, "<f4"),
                     _array_bytes(scores.remainder_mass, "<f4"),
                     _array_bytes(scores.observed_logprobs, "<f4"),
                     _array_bytes(scores.entropy, "<f4"),
