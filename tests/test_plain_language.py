@@ -58,7 +58,7 @@ def test_help_text_is_one_or_two_short_phrases(command, option, text):
 
 
 def test_every_option_is_under_one_heading_of_its_command():
-    general = {"output", "config", "force", "as_json", "quiet", "help"}
+    general = {"output", "config", "force", "as_json", "quiet", "verbose", "help"}
     for name, command in commands().items():
         if not command.kind.HEADINGS:
             continue
