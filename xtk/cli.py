@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import signal
 import sys
@@ -37,6 +36,7 @@ from xtk.commands.report import report
 from xtk.commands.rollout import rollout
 from xtk.commands.sweep import sweep
 from xtk.commands.transplant import transplant
+from xtk.commands.usage_errors import usage_error
 from xtk.errors import Terminated, XtkError, from_os_error
 from xtk.name_registry import unknown_name_error
 from xtk.subprocesses import REPORTED_ERRORS_VARIABLE
@@ -197,11 +197,11 @@ def run_command(arguments: list[str]) -> int:
         raise
     except Exception as failure:
         _raise_cause_if_terminated(failure)
+        if type(failure).__name__ == "NoArgsIsHelpError":
+            sys.stderr.write(terminal.printable(str(failure)) + "\n")
+            return EXIT_USAGE
         if hasattr(failure, "show") and hasattr(failure, "exit_code"):  # usage errors of typer
-            shown = io.StringIO()
-            failure.show(file=shown)
-            sys.stderr.write(terminal.printable(shown.getvalue()))
-            return int(failure.exit_code)
+            return _report_failure(usage_error(failure))
         known = from_os_error(failure)
         if known is None:
             raise

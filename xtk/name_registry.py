@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from xtk.errors import XtkError
+
+HINT_INDENT = " " * len("  try:   ")
+HINT_WIDTH = 80 - len(HINT_INDENT)
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
@@ -19,9 +23,15 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 def unknown_name_error(kind: str, name: str, known: Iterable[str]) -> XtkError:
     """Return the error for an unknown name; it suggests the nearest known one."""
     known = sorted(known)
+    near = did_you_mean(name, known)
+    lines = textwrap.wrap(f"use one of: {', '.join(known)}", HINT_WIDTH, break_on_hyphens=False)
+    return XtkError(f"no {kind} called {name!r}{near}", hint=None if near else ("\n" + HINT_INDENT).join(lines))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean NAME?" with the most similar known name; "" if none is similar."""
     near = nearest_name(name, known)
-    question = f"; did you mean {near}?" if near else ""
-    return XtkError(f"no {kind} called {name!r}{question}", hint=f"use one of: {', '.join(known)}")
+    return f"; did you mean {near}?" if near else ""
 
 
 def load_registered(registry: Mapping[str, str], name: str, kind: str) -> Any:

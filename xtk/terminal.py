@@ -208,7 +208,12 @@ def error(failure: XtkError) -> None:
     """Print an error to stderr: what, where, next step."""
     rank = os.environ.get("RANK", "0")
     prefix = "xtk" if rank == "0" else f"xtk (process {rank})"
-    sys.stderr.write(printable(f"{prefix}: {failure}\n"))
+    what, *rest = printable(str(failure)).split("\n")
+    lines = [f"{styled(f'{prefix}:', 'error', sys.stderr)} {styled(what, 'bold', sys.stderr)}"]
+    for line in rest:
+        label = re.match(r"  (where: |try:   )", line)
+        lines.append(styled(label[0], "dim", sys.stderr) + line[label.end() :] if label else line)
+    sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
 
 

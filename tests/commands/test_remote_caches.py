@@ -176,8 +176,8 @@ def test_merged_caches_equal_the_cache_of_the_concatenated_data(run, pair, tmp_p
 
 def test_options_of_a_teacher_and_of_merging_are_in_their_own_commands(run, cache, tmp_path):
     done = run("cache", "merge", cache, "--top-k", 4, "-o", tmp_path / "out", code=2)
-    assert "No such option: --top-k" in done.stderr
+    assert "no option called --top-k" in done.stderr
     done = run("cache-teacher", cache, cache, "--rows", "1:2", "-o", tmp_path / "out", code=2)
-    assert "No such option: --rows" in done.stderr
+    assert "no option called --rows" in done.stderr
     done = run("cache-teacher", cache, "-o", tmp_path / "out", code=2)
-    assert "Missing argument" in done.stderr
+    assert "is missing" in done.stderr

@@ -156,8 +156,12 @@ def test_two_simultaneous_sweeps_of_one_folder_are_refused(swept):
     ("code", "message", "options"),
     [
         (1, "no option of --vary called 'sede'; did you mean seed?", ["--vary", "sede=0"]),
-        (2, "seed=1.5: Invalid value for '--seed'", ["--vary", "seed=0 1.5"]),
-        (2, "seed=0: No such option: --max-stepps", ["--vary", "seed=0", "--max-stepps", 3]),
+        (2, "seed=1.5: --seed is 1.5, but must be a whole number", ["--vary", "seed=0 1.5"]),
+        (
+            2,
+            "seed=0: no option called --max-stepps; did you mean --max-steps?",
+            ["--vary", "seed=0", "--max-stepps", 3],
+        ),
         (2, "the value must be true or false", ["--vary", "packing=true no"]),
         (2, "seed has no value", ["--vary", "seed="]),
         (1, "have the same options", ["--vary", "seed=0 0"]),
@@ -269,7 +273,7 @@ def test_lines_of_a_list_can_name_either_command(tmp_path):
     assert [varied["command"] for varied in varying_options(runs)] == [run.command for run in runs]
     assert [varied["num-generations"] for varied in varying_options(runs)] == ["2", "2", "", ""]
     with pytest.raises(
-        typer.BadParameter, match="xtk distill refuses the options of the run line 1: a: No such option"
+        typer.BadParameter, match="xtk distill refuses the options of the run line 1: a: no option called"
     ):
         plan_runs(["STUDENT", "DATA"], [("line 1", "--num-generations 2 -o a")], [], tmp_path)
     runs = plan_runs(["STUDENT", "DATA"], [], ["num-generations=2 4"], tmp_path, "distill-on-policy")
@@ -311,7 +315,7 @@ def test_runs_are_compared_by_their_option_values_and_not_by_their_text(tmp_path
 def test_an_error_in_a_runs_file_is_reported_with_its_line(tmp_path):
     (tmp_path / "list").write_text("# runs\nbase cache --loss ce\nbase cache --lerning-rate 1e-3 -o bad\n")
     done = run_here("sweep", *SEEDS, "-o", "out", "--dry-run", "--runs", "list", cwd=tmp_path, code=2)
-    assert "list, line 3: bad,seed=0: No such option: --lerning-rate" in " ".join(done.stderr.split())
+    assert "list, line 3: bad,seed=0: no option called --lerning-rate" in " ".join(done.stderr.split())
     (tmp_path / "list").write_text("base cache --loss cee -o late\n")
     done = run_here("sweep", "-o", "out", "--runs", "list", cwd=tmp_path, code=1)
     assert "list, line 1: late: " in done.stderr

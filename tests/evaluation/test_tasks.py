@@ -139,10 +139,10 @@ def test_invalid_tasks_and_options_are_refused(run, pair, folder, tmp_path, monk
     with pytest.raises(XtkError, match=r"pip install '\.\[evaluation\]'"):
         Harness(HarnessConfig(("choose_sum",), str(folder)))
     for arguments, message in [
-        (("evaluate", pair.student), "Missing argument"),
+        (("evaluate", pair.student), "DATA... is missing"),
         (("evaluate-tasks", pair.student, " , "), "has no task"),
-        (("evaluate-tasks", pair.student, "a", "--stop", "x"), "No such option: --stop"),
-        (("evaluate-answers", pair.student, "x.jsonl"), "Missing option '--reward'"),
+        (("evaluate-tasks", pair.student, "a", "--stop", "x"), "no option called --stop"),
+        (("evaluate-answers", pair.student, "x.jsonl"), "--reward NAME[:KEY=VALUE,...]|FILE.py:FUNCTION is missing"),
         (
             ("evaluate-answers", pair.student, "x.jsonl", "--reward", "exact", "--top-p", 0.5, "--top-k", 3),
             "does not sample; remove --top-p and --top-k",

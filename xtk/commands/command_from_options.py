@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from xtk.commands.distill_options import DISTILL_COMMANDS, distill_command
 from xtk.commands.help_format import HELP_ALL, definition_lines, heading, option_record, sections, usage, wrap
 from xtk.commands.renamed import EXIT_USAGE, renamed_error
+from xtk.commands.usage_errors import ARGUMENTS, explain, value_of
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import CommandOptions, Option, check_options, declared_options, flag
@@ -59,7 +60,12 @@ def command_function(function: Callable[[Any], Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(**values: Any) -> Any:
-        return function(options_from_command_line(kind, values))
+        options = options_from_command_line(kind, values)
+        try:
+            return function(options)
+        except XtkError as failure:
+            explain(failure, options, function.__name__.replace("_", "-"))
+            raise
 
     parameters = []
     for field, declared in declared_options(kind):
@@ -172,12 +178,18 @@ class ConfigFileCommand(TyperCommand):
             args = ["--help"]
         known = {name for parameter in self.params for name in parameter.opts if name.startswith("--")}
         args = [_kebab(argument, known) for argument in args]
+        ctx.meta[ARGUMENTS] = list(args)
         for argument in args:
             self._check_renamed(argument.partition("=")[0])
-        config = _value_of(args, "--config") if "--config" in known else None
+        config = value_of(args, "--config") if "--config" in known else None
         if config is not None:
             ctx.default_map = {**(ctx.default_map or {}), **self._read(Path(config))}
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as failure:
+            if getattr(failure, "ctx", ctx) is None:  # an option without its value
+                failure.ctx = ctx  # type: ignore[attr-defined]
+            raise
 
     def _check_renamed(self, option: str) -> None:
         if failure := renamed_error(f"{self.name} {option.replace('_', '-')}"):
@@ -289,12 +301,3 @@ def _kebab(argument: str, known: set[str]) -> str:
     name, equals, value = argument.partition("=")
     kebab = name.replace("_", "-")
     return kebab + equals + value if name.startswith("--") and kebab in known else argument
-
-
-def _value_of(args: list[str], option: str) -> str | None:
-    for at, argument in enumerate(args):
-        if argument == option and at + 1 < len(args):
-            return args[at + 1]
-        if argument.startswith(option + "="):
-            return argument.partition("=")[2]
-    return None

@@ -14,6 +14,7 @@ import typer
 
 from xtk import terminal
 from xtk.commands.distill_options import DistillOptions, OnPolicyDistillOptions
+from xtk.errors import require_package
 from xtk.options.declaration import flags_of_set_options, options_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def distill(options: DistillOptions) -> None:
     After an interruption, the same command resumes from the last checkpoint.
 
     Examples:
-        xtk distill ./student cache --loss p-kl --projection projection.safetensors -o run
+        xtk distill ./student cache --eval-data test.jsonl -o run
         xtk distill ./student corpus.jsonl --teacher ./teacher --max-steps 500 -o run
     """
     _distill(options)
@@ -52,6 +53,8 @@ def distill_on_policy(options: OnPolicyDistillOptions) -> None:
 
 def _distill(options: DistillOptions) -> None:
     started = time.monotonic()
+    if options.lora_r:
+        require_package("peft", "LoRA adapters need")  # before the imports, which take seconds
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
     from xtk.parallel.distributed_launch import Machines, is_worker, launch, world_size
     from xtk.parallel.graceful_stop import exit_resumable_on_signal

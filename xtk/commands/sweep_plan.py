@@ -18,6 +18,7 @@ import typer
 from xtk.commands.command_from_options import build_command, config_name
 from xtk.commands.distill import read_configs
 from xtk.commands.distill_options import DISTILL_COMMANDS, DistillOptions
+from xtk.commands.usage_errors import usage_error
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import declared_options
@@ -155,7 +156,7 @@ def _parse_run(name: str, command: str, words: Sequence[str]) -> DistillOptions:
         if not hasattr(error, "format_message"):
             raise
         raise typer.BadParameter(
-            f"xtk {command} refuses the options of the run {name}: {error.format_message()}"
+            f"xtk {command} refuses the options of the run {name}: {usage_error(error).what}"
         ) from None
     if not isinstance(given, DistillOptions):
         raise typer.BadParameter(f"the run {name} has the argument --help; remove it")

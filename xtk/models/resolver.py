@@ -71,7 +71,9 @@ def resolve_model_folder(source: str, *, with_weights: bool) -> Path:
         )
     if not _HUB_ID.match(source) or source.startswith(("./", "../", "/")):
         raise XtkError(
-            "this model folder does not exist", where=source, hint="use a local folder, or a hub id such as owner/name"
+            f"this {'model' if with_weights else 'tokenizer'} folder does not exist",
+            where=source,
+            hint="use a local folder, or a hub id such as owner/name",
         )
     from huggingface_hub import snapshot_download
 

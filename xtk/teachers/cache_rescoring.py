@@ -52,7 +52,7 @@ def verify_cache(
         raise MismatchError(
             f"{name} has another tokenizer than the teacher that wrote this cache",
             where=f"{name} has {tokenizer.fingerprint[:15]}; {cache.folder.name} is from {identity['tokenizer'][:15]}",
-            hint=f"use {identity['name']}",
+            hint=f"give the teacher of this cache, which was named {identity['name']}",
         )
     backend = load_registered(BACKENDS, VERIFICATION_BACKEND, "backend")
     weights = backend.weights_identity(model, dict(options or {}))
