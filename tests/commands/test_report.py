@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from xtk_processes import run_here, run_xtk
 
 from xtk.pages import svg_curves
+from xtk.pages.report_html import ReportedRun, headline, report_page
 
 VOID_TAGS = ("meta", "br", "rect", "line")
 SPECIAL_NAME = 'student <b>&"x" 日本語'
@@ -141,7 +143,7 @@ def report(runs, cache, tmp_path_factory) -> tuple[Path, dict]:
         (root / name).write_text("".join(json.dumps(one) + "\n" for one in records))
     command = ["report", *runs, "--evaluation", root / "results.jsonl", "--baseline", "before", "--baseline", "ce"]
     command += ["--samples", root / "before.jsonl", "--samples", root / "answers.jsonl"]
-    command += ["--cache", cache, "-o", root / "page.html"]
+    command += ["--teacher", "ce", "--cache", cache, "-o", root / "page.html"]
     printed = json.loads(run_xtk(*command, "--json").stdout)
     first = (root / "page.html").read_bytes()
     (root / "page.html").unlink()
@@ -163,8 +165,11 @@ def test_every_metric_of_every_run_is_plotted_as_a_curve(runs, report):
             "teacher_bits_per_byte",  # of the first step, in the table of runs
             "student_bits_per_byte",
         }
-        assert {"loss"} < names
-        for name in names:
+        values = {name: {value for _, value in finite_points(first + UNFINISHED_METRICS, name)} for name in names}
+        constant = {name for name in names if len(values[name]) == 1}
+        assert not constant & {name for name, _ in page.lines}  # a table has their last values
+        assert {"loss"} < names - constant
+        for name in names - constant:
             assert len(page.lines[name, run.name]) == len(finite_points(records, name))
     assert ("reward", "first") not in page.lines
     for name in ("loss", "learning_rate"):  # both runs share a figure: pixels are one linear function of the values
@@ -187,20 +192,23 @@ def test_tables_show_last_values_differences_results_recipes_and_the_cache(runs,
     loss = svg_curves.format_number(last["loss"])
     difference = 2.0 - last["loss"]  # the last loss is NaN and is ignored
     sign = "+" if difference > 0 else "\N{MINUS SIGN}"
-    assert page.row("loss") == [loss, f"2 {sign}{svg_curves.format_number(abs(difference))} to first"]
+    assert page.row("loss") == [loss, f"2 {sign}{svg_curves.format_number(abs(difference))} compared with first"]
     assert page.row("reward") == ["", "0.5"]
     minus = "\N{MINUS SIGN}"
     compared = [
-        "1.5 +0.125 to ce",
-        f"1.375 {minus}0.125 to before",
-        f"1.25 ± 0.01 {minus}0.25 to before {minus}0.125 to ce",
+        "1.5 +0.125 compared with ce",
+        f"1.375 {minus}0.125 compared with before",
+        f"1.25 ± 0.01 {minus}0.25 compared with before {minus}0.125 compared with ce",
     ]
     assert page.row("test.txt: bits_per_byte") == compared
     first, *_, last_line = (json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines())
     gain = last_line["eval_bits_per_byte"] - first["eval_bits_per_byte"]
     bits, difference = (svg_curves.format_number(value) for value in (last_line["eval_bits_per_byte"], abs(gain)))
     expected = f"{bits} {'+' if gain > 0 else minus}{difference}"
-    assert page.row("eval_bits_per_byte") == [f"{expected} to untrained", ""]
+    assert page.row("eval_bits_per_byte") == [f"{expected} compared with untrained", ""]
+    assert page.row("teacher")[0] == "1.375"
+    assert f"first has {last['eval_bits_per_byte']:.3f} bits per byte on held-out text" in page.text
+    assert "; the teacher has 1.375." in page.text
     assert page.row("seed") == ["42", "7"]
     assert "2 of" in page.text, "two options differ"
     assert page.row("inputs.student.weights")[0].startswith("sha256:")
@@ -263,6 +271,7 @@ def test_only_a_page_of_the_same_runs_is_replaced_and_invalid_inputs_are_refused
         ("RUN names the same run twice", runs[0], f"{runs[0].parent}/../{runs[0].parent.name}/first/", "-o", "new"),
         ("not a run of xtk distill", runs[0], tmp_path / "typo", "-o", "new"),
         ("the file of --samples has no completions", runs[0], "--samples", runs[1] / "metrics.jsonl", "-o", "new"),
+        ("no bits per byte of the teacher", runs[0], "--evaluation", "results.json", "--teacher", "x", "-o", "new"),
         ("did you mean before", runs[0], "--evaluation", "results.json", "--baseline", "bfore", "-o", "new"),
         (
             "the model before has two different results for bits_per_byte on test.txt: 1.5000 and 1.6250",
@@ -336,6 +345,45 @@ def test_samples_are_grouped_by_prompt_and_labeled_with_their_files(runs, tmp_pa
     assert page.samples[:3] == ["2 + 2 =", "hot", "5"]
     twice = ["--samples", hot, "--samples", tmp_path / "after" / ".." / "hot.jsonl"]
     assert "same file twice" in run_here("report", runs[1], *twice, "-o", tmp_path / "new", code=1).stderr
+
+
+def reported_run(name: str, bits: list[float], objective: str, **values: float) -> ReportedRun:
+    metrics = [{"step": step, "eval_bits_per_byte": value, **values} for step, value in enumerate(bits)]
+    return ReportedRun(name, name, "finished", "sha256:0", {"losses": [objective]}, metrics)
+
+
+@pytest.mark.parametrize(
+    ("runs_bits", "teacher", "sentence"),
+    [
+        ({"ce-0": [3.2, 2.499]}, None, "ce-0 has 2.499 bits per byte on held-out text, 3.200 before training."),
+        ({"ce-0": [3.2, 2.499], "distilled-0": [3.2, 2.304]}, 2.248,
+         "distilled-0 has 2.304 bits per byte on held-out text, 0.195 fewer than ce-0 (2.499); "
+         "the teacher has 2.248: 78% of the gap between ce-0 and the teacher is closed."),
+        ({"ce-0": [3.2, 2.5], "distilled-0": [3.2, 2.6]}, 2.25,
+         "ce-0 has 2.500 bits per byte on held-out text, the fewest of these runs; the teacher has 2.250."),
+        ({"a": [], "b": []}, None, ""),
+    ],
+)  # fmt: skip
+def test_the_headline_is_the_result_in_a_sentence(runs_bits, teacher, sentence):
+    assert headline([reported_run(name, bits, "ce") for name, bits in runs_bits.items()], teacher) == sentence
+
+
+def test_only_comparable_values_are_compared_and_only_changing_ones_are_drawn():
+    runs = [
+        reported_run("ce-0", [3.0, 2.5], "ce", loss=3.5, ce=3.5, gradient_norm=1.0),
+        reported_run("kl-0", [3.0, 2.3], "byte-kl", loss=0.7, ce=3.4, gradient_norm=1.0),
+    ]
+    html = report_page(runs, [], [], [], [], "", teacher_bits=2.2)
+    page = Page(html)
+    assert page.row("loss") == ["3.5", "0.7"]  # of different losses
+    assert page.row("gradient_norm") == ["1", "1"]
+    assert page.row("ce") == ["3.5", "3.4 \N{MINUS SIGN}0.1 compared with ce-0"]
+    assert {metric for metric, _ in page.lines} == {"eval_bits_per_byte", "loss", "ce"}
+    assert html.count('class="level"') == 1
+    assert html.count(">teacher 2.2</text>") == 1
+    assert html.count(">step</text>") == 3
+    same = Page(report_page([runs[0], replace(runs[1], recipe={"losses": ["ce"]})], [], [], [], [], ""))
+    assert "compared with ce-0" in same.row("loss")[1]
 
 
 numbers = st.floats(-1e6, 1e6, allow_nan=False)

@@ -12,11 +12,12 @@ from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, 
 from xtk.options.shared import ConfigOption, ForceOption, JsonOption, QuietOption
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from markupsafe import Markup
 
+    from xtk.evaluation.evaluation_result_files import EvaluationResult
     from xtk.pages.report_html import ReportedRun
     from xtk.text.tokenizer import Tokenizer
 
@@ -42,6 +43,9 @@ class ReportOptions(ForceOption, JsonOption, QuietOption, ConfigOption, CommandO
         (),
         "Name of a model in --evaluation that the others are compared with. Default: the first. Repeatable.",
         metavar="MODEL",
+    )
+    teacher: str = option(
+        "", "Name of the teacher in --evaluation: its bits per byte are shown with those of the runs.", metavar="MODEL"
     )
     samples: tuple[str, ...] = option(
         (),
@@ -80,7 +84,6 @@ def report(options: ReportOptions) -> None:
     from xtk.pages.completions_html import read_samples
     from xtk.pages.html_page import PAGE, write_page
     from xtk.pages.report_html import report_page
-    from xtk.runs.folder import read_evaluation
 
     terminal.set_quiet(options.quiet)
     named = [
@@ -104,7 +107,9 @@ def report(options: ReportOptions) -> None:
             "--baseline needs --evaluation; add --evaluation FILE with the output of xtk evaluate --json"
         )
     inputs = {"runs": named, "evaluations": evaluations, "baselines": baselines, "samples": texts}
-    request = sha256(json.dumps({**inputs, "cache": options.cache, "projection": options.projection}))
+    request = sha256(
+        json.dumps({**inputs, "cache": options.cache, "projection": options.projection, "teacher": options.teacher})
+    )
     Output(Path(options.output), PAGE, force=options.force, inputs=options.runs).find_finished(request)
     named = _started_runs(named, required=set(options.runs))
     places = {path: str(Path(path).resolve()) for path in named}
@@ -120,16 +125,32 @@ def report(options: ReportOptions) -> None:
         sections += _alignment_sections(options.cache, Path(named[0]), options.projection)
     if options.cache:
         sections.append((f"Cache {options.cache}", _cache(options.cache)))
-    write_page(Path(options.output), report_page(shown, results, baselines, generated, sections, request))
+    page = report_page(shown, results, baselines, generated, sections, request, _teacher_bits(results, options.teacher))
+    write_page(Path(options.output), page)
     records = [
         {"path": run.path, "state": run.state, "command": run.command, "metrics": run.last_values()} for run in shown
     ]
-    held_out = {(read_evaluation(Path(run.path)) or {}).get("--eval-data") for run in shown} - {None}
-    if len(held_out) > 1:
+    if len({run.held_out for run in shown} - {""}) > 1:
         terminal.note("report: warning: the runs have different --eval-data; do not compare their eval_ metrics")
     for run in shown:
         terminal.note(f"report: to repeat {run.name}: {run.command}")
     terminal.result_artifact({"path": options.output, "kind": "report", "runs": records}, as_json=options.as_json)
+
+
+def _teacher_bits(results: Sequence[EvaluationResult], teacher: str) -> float | None:
+    """Return the bits per byte of the teacher; None without `--teacher`."""
+    from xtk.errors import XtkError
+
+    if not teacher:
+        return None
+    bits = [result.value for result in results if result.model == teacher and result.metric == "bits_per_byte"]
+    if not bits:
+        raise XtkError(
+            "--evaluation has no bits per byte of the teacher",
+            where=f"--teacher {teacher}",
+            hint="add it with xtk evaluate MODEL DATA --compare-to TEACHER --json, and name it as there",
+        )
+    return bits[0]
 
 
 def _started_runs(named: list[str], required: set[str]) -> list[str]:
@@ -157,7 +178,7 @@ def _read_run(path: Path, name: str) -> ReportedRun:
     from xtk.commands.recorded_run_options import rerun_command
     from xtk.files.atomic_files import read_json_lines
     from xtk.pages.report_html import ReportedRun
-    from xtk.runs.folder import RUN_MANIFEST, read_recipe, read_run_manifest, run_fingerprint
+    from xtk.runs.folder import RUN_MANIFEST, read_evaluation, read_recipe, read_run_manifest, run_fingerprint
 
     recipe = read_recipe(path)
     metrics = [one for one in read_json_lines(path / "metrics.jsonl") if isinstance(one.get("step"), int)]
@@ -174,7 +195,10 @@ def _read_run(path: Path, name: str) -> ReportedRun:
             state += f", best at step {best_step:,}"
     samples = read_json_lines(path / "rollouts.jsonl")
     command = rerun_command(path)
-    return ReportedRun(name, str(path), state, run_fingerprint(recipe), recipe, metrics, samples, command, best_step)
+    held_out = str((read_evaluation(path) or {}).get("--eval-data") or "")
+    return ReportedRun(
+        name, str(path), state, run_fingerprint(recipe), recipe, metrics, samples, command, held_out, best_step
+    )
 
 
 def _cache(place: str) -> Markup:

@@ -22,6 +22,9 @@ TRAINING_METRICS = (
     "learning_rate", "gradient_norm", "tokens_per_second", "peak_memory_gib", "data_wait_fraction",
     "unaligned_fraction", "kd_scale", "teacher_weight/", "teacher_seconds", "generation_seconds", "skipped_steps",
 )  # fmt: skip
+HELD_OUT_BITS = "eval_bits_per_byte"
+# Of different losses, these are sums of different things.
+SUMS_OF_LOSSES = ("loss", "distillation_loss", "eval_loss", "eval_distillation_loss")
 SECTIONS = ("Held-out text", "Losses", "Rollouts", "Training")
 METRIC_UNITS = {
     "eval_bits_per_byte": "bits per byte", "eval_ce": "nats per token", "ce": "nats per token",
@@ -46,6 +49,7 @@ class ReportedRun:
     metrics: Sequence[Mapping[str, Any]]  # records of metrics.jsonl, in the order of steps
     samples: Sequence[Mapping[str, Any]] = ()  # a completion per batch of rollouts
     command: str = ""  # that repeats the run
+    held_out: str = ""  # its --eval-data and their content, as text
     best_step: int | None = None  # the step of its weights, if early stopping chose them
 
     def points(self, metric: str) -> list[tuple[float, float]]:
@@ -94,11 +98,13 @@ def report_page(
     samples: Sequence[GeneratedSample],
     sections: Iterable[tuple[str, Markup]],
     request: str,
+    teacher_bits: float | None = None,
 ) -> str:
     """Return the page.
 
     Args:
         runs: the runs; the others are compared with the first.
+        teacher_bits: the teacher's bits per byte on the held-out text of the runs; None: unknown.
         baselines: names of models in `results` with which the others are compared.
         samples: completions of several models for the same prompts.
         sections: titles and contents of further sections.
@@ -111,7 +117,10 @@ def report_page(
     content = render(
         "report",
         runs=runs,
-        curves=_curves(runs),
+        headline=headline(runs, teacher_bits),
+        teacher_bits=teacher_bits,
+        HELD_OUT_BITS=HELD_OUT_BITS,
+        curves=_curves(runs, teacher_bits),
         comparisons=[*_last_metrics(runs), *_evaluations(results, baselines)],
         prompts=samples_by_prompt(samples),
         MAX_PROMPTS=MAX_PROMPTS,
@@ -124,6 +133,29 @@ def report_page(
     return page(("Runs " if len(runs) > 1 else "Run ") + ", ".join(run.name for run in runs), content, request)
 
 
+def headline(runs: Sequence[ReportedRun], teacher_bits: float | None) -> str:
+    """Return the result of the page in a sentence: the best run, its gain over the first, the teacher; "": unknown."""
+    evaluated = [run for run in runs if HELD_OUT_BITS in run.last_values()]
+    if len({run.held_out for run in evaluated}) != 1:
+        return ""
+    bits = {run.name: run.last_values()[HELD_OUT_BITS] for run in evaluated}
+    (first, reference), best = next(iter(bits.items())), min(bits, key=bits.__getitem__)
+    text = f"{best} has {bits[best]:.3f} bits per byte on held-out text"
+    before = evaluated[0].initial_value(HELD_OUT_BITS)
+    if best != first:
+        text += f", {reference - bits[best]:.3f} fewer than {first} ({reference:.3f})"
+    elif len(bits) == 1 and before is not None:
+        text += f", {before:.3f} before training"
+    else:
+        text += ", the fewest of these runs" if len(bits) > 1 else ""
+    if teacher_bits is None:
+        return text + "."
+    text += f"; the teacher has {teacher_bits:.3f}"
+    gap = reference - teacher_bits
+    share = f": {(reference - bits[best]) / gap:.0%} of the gap between {first} and the teacher is closed"
+    return text + (share if best != first and gap > 0 else "") + "."
+
+
 def _metric_section(metric: str) -> str:
     if metric.startswith("eval_"):
         return SECTIONS[0]
@@ -133,26 +165,28 @@ def _metric_section(metric: str) -> str:
 
 
 def curve_metrics(runs: Sequence[ReportedRun]) -> list[str]:
-    """Return the names of all plotted metrics, in the order in which runs log them."""
+    """Return the names of all plotted metrics, in the order in which runs log them; constant ones are in a table."""
     names = dict.fromkeys(name for run in runs for line in run.metrics for name in line
                           if name not in CLOCK_METRICS and not name.endswith("_error")
                           and not name.startswith(FIRST_STEP_METRICS))  # fmt: skip
     plotted = {name: [value for run in runs for _, value in run.points(name)] for name in names}
-    return [name for name, values in plotted.items() if values and (name != "skipped_steps" or any(values))]
+    return [name for name, values in plotted.items() if len(set(values)) > 1]
 
 
-def _curves(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, list[Markup]]]:
+def _curves(runs: Sequence[ReportedRun], teacher_bits: float | None) -> Iterator[tuple[str, list[Markup]]]:
     """Yield the titles of sections that have curves, with their figures."""
     figures: dict[str, list[Markup]] = {section: [] for section in SECTIONS}
     for metric in curve_metrics(runs):
         curves = [MetricCurve(run.name, at, run.points(metric)) for at, run in enumerate(runs) if run.points(metric)]
-        figures[_metric_section(metric)].append(curves_figure(metric, METRIC_UNITS.get(metric, ""), curves))
+        level = ("teacher", teacher_bits) if metric == HELD_OUT_BITS and teacher_bits is not None else None
+        figures[_metric_section(metric)].append(curves_figure(metric, METRIC_UNITS.get(metric, ""), curves, level))
     yield from ((section, drawn) for section, drawn in figures.items() if drawn)
 
 
 def _last_metrics(runs: Sequence[ReportedRun]) -> Iterator[ComparisonTable]:
     """Yield a table of the last values, with differences to the first run and to the untrained student."""
     last = [run.last_values() for run in runs]
+    same_losses = len({str(run.recipe.get("losses")) for run in runs}) == 1
     rows = []
     for name in dict.fromkeys(name for values in last for name in values):
         if name == "step" or name.startswith(FIRST_STEP_METRICS):
@@ -160,7 +194,10 @@ def _last_metrics(runs: Sequence[ReportedRun]) -> Iterator[ComparisonTable]:
         cells: list[ReportCell | None] = []
         for run, values in zip(runs, last, strict=True):
             before = run.initial_value(name)
-            others = [] if run is runs[0] or name not in last[0] else [(last[0][name], runs[0].name)]
+            is_comparable = _metric_section(name) != SECTIONS[3] and name not in CLOCK_METRICS
+            is_comparable &= same_losses or name not in SUMS_OF_LOSSES
+            is_compared = run is not runs[0] and name in last[0] and is_comparable
+            others = [(last[0][name], runs[0].name)] if is_compared else []
             others += [] if before is None else [(before, "untrained")]
             cells.append(ReportCell(values[name], None, others) if name in values else None)
         rows.append((name, cells))

@@ -28,11 +28,23 @@ class MetricCurve:
     points: Sequence[tuple[float, float]]  # (step, value) in the order of steps
 
 
-def curves_figure(metric: str, unit: str, curves: Sequence[MetricCurve], by: str = "step") -> Markup:
-    """Return one plot with the curves of a metric, as HTML; `by` names the horizontal axis."""
+def curves_figure(
+    metric: str,
+    unit: str,
+    curves: Sequence[MetricCurve],
+    by: str = "step",
+    level: tuple[str, float] | None = None,
+) -> Markup:
+    """Return one plot with the curves of a metric, as HTML.
+
+    Args:
+        by: name of the horizontal axis.
+        level: name and value of a horizontal line for comparison.
+    """
     shown = [(curve, thin_points(curve.points)) for curve in curves]
     low_x, high_x = _scale(x for _, points in shown for x, _ in points)
-    low_y, high_y = _scale(y for _, points in shown for _, y in points)
+    levels = [] if level is None else [level[1]]
+    low_y, high_y = _scale([*levels, *(y for _, points in shown for _, y in points)])
 
     def pixel_x(x: float) -> float:
         return MARGIN_LEFT + PLOT_WIDTH * (x - low_x) / (high_x - low_x)
@@ -64,6 +76,7 @@ def curves_figure(metric: str, unit: str, curves: Sequence[MetricCurve], by: str
         rows=[(pixel_y(value), format_number(value)) for value in round_ticks(low_y, high_y)],
         columns=[(pixel_x(value), format_number(value)) for value in round_ticks(low_x, high_x)],
         lines=lines,
+        level=None if level is None else (pixel_y(level[1]), f"{level[0]} {format_number(level[1])}"),
     )
 
 

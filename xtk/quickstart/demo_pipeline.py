@@ -77,7 +77,7 @@ def run_quickstart(folder: Path, num_seeds: int, *, real: bool = False) -> dict[
         figures["ce"].append(_bits(alone))
         figures["distilled"].append(_bits(taught))
     write_json(folder / RESULTS_FILE, {"bits_per_byte": figures, "seeds": num_seeds})
-    page = _report(folder, num_seeds)
+    page = _report(folder, num_seeds, teacher)
     _print_results(figures, real=real)
     duration = terminal.format_duration(time.monotonic() - started)
     _print_note(f"Curves and all numbers: {page}. Total time: {duration}.")
@@ -117,13 +117,13 @@ def _train_teacher(at: str) -> float:
     )
 
 
-def _report(folder: Path, seeds: int) -> Path:
+def _report(folder: Path, seeds: int, teacher: str) -> Path:
     """Compare the untrained, cross-entropy and distilled students of the first seed; write a page about all runs."""
     at = shlex.quote(str(folder))
     _print_step(4, "evaluate the untrained, cross-entropy and distilled student on held-out text:")
     models = {"untrained": "student-0", "ce": "ce-0", "distilled": "distilled-0"}
     evaluation, samples = folder / "evaluation.jsonl", folder / "samples"
-    compared = f"--compare-to {at}/ce-0 --compare-to {at}/student-0"
+    compared = f"--compare-to {at}/ce-0 --compare-to {at}/student-0 --compare-to {teacher}"
     printed = _run_printed_command(
         f"xtk evaluate {at}/distilled-0 {at}/test.jsonl {compared} --json > {at}/{evaluation.name}"
     )
@@ -137,7 +137,8 @@ def _report(folder: Path, seeds: int) -> Path:
     runs = " ".join(f"{at}/{kind}-{seed}" for kind in ("ce", "distilled") for seed in range(seeds))
     shown = " ".join(f"--samples {at}/samples/{name}.jsonl" for name in models)
     baselines = f"--baseline {at}/student-0 --baseline {at}/ce-0"
-    page = f"--cache {at}/cache --evaluation {at}/{evaluation.name} {baselines} {shown} -o {at}/{REPORT_FILE} --force"
+    page = f"--cache {at}/cache --evaluation {at}/{evaluation.name} {baselines} --teacher {teacher} {shown}"
+    page += f" -o {at}/{REPORT_FILE} --force"
     return Path(_run_printed_command(f"xtk report {runs} {page}"))
 
 
