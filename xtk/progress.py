@@ -49,7 +49,8 @@ class Progress:
             _printer.close(self)
         if self._shown and kind is None and self.done > self._first:
             seconds = time.monotonic() - self._started
-            terminal.note(f"{self.label}: {self.done:,} {self.unit} in {format_duration(seconds)}")
+            unit = self.unit.removesuffix("s") if self.done == 1 else self.unit
+            terminal.note(f"{self.label}: {self.done:,} {unit} in {format_duration(seconds)}")
 
     def advance_with_rate(self, amount: int) -> None:
         """Add `amount` finished units, and show how many there are per second."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import small_inputs
+from pseudo_terminal import frames, run_in_terminal
 from rich.console import Console
 from rich.table import Table
 from test_bad_input import assert_refused
@@ -134,7 +136,21 @@ def test_the_table_is_plain_text_when_stdout_is_not_a_terminal(run, pair, data):
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u0085\u200d\u202e]", done.stdout)
     for words in ("36 documents", "1:n", "n:m", "unaligned", "Longest spans", "ns per token"):
         assert words in done.stdout
+    assert not re.search(r"(?m)^[a-z ]*align[a-z ]* in \d", done.stdout)  # the time is not that of aligning alone
+    assert "to read, tokenize, align and count: " in done.stdout
     assert "align: 36 documents" in run("align", pair.student, pair.teacher, data, "--stats").stderr
+
+
+def test_tables_fit_a_terminal_of_80_columns(pair, data, tmp_path):
+    command = [sys.executable, "-m", "xtk", "align", str(pair.student), str(pair.teacher), str(data), "--stats"]
+    code, written = run_in_terminal(command, tmp_path)
+    lines = frames(written)
+    assert code == 0
+    assert max(map(len, lines)) <= 80
+    for words in ("36 documents, ", "│ 1:n ", "│ unaligned ", "Longest spans", "…", " ns per token of either side"):
+        assert any(words in line for line in lines), words
+    (alone,) = frames(run_in_terminal([*command[:-2], "Anna has 12", "--stats", "--quiet"], tmp_path)[1])[:1]
+    assert alone.strip().startswith("1 document, ")
 
 
 @pytest.mark.parametrize("order", ["first", "worst"])

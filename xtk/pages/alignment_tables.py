@@ -10,6 +10,7 @@ from typing import Any
 from xtk import terminal
 from xtk.terminal_tables import print_table
 
+MAX_NAME, MIN_TEXT = 26, 12  # columns of a tokenizer's name and of a text in a terminal
 # Symbols shown in place of invisible characters.
 VISIBLE_SYMBOLS = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"} | {
     chr(code): chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t\r"
@@ -31,6 +32,14 @@ class TextTable:
         """For each column whether its cells are numbers."""
         columns = zip(*self.rows, strict=True)
         return [all(not cell or cell[0].isdigit() for cell in column) and any(column) for column in columns]
+
+    def fit(self, width: int) -> TextTable:
+        """Return the table with the texts of its last column cut so that a terminal of `width` columns shows them."""
+        columns = list(zip(self.column_titles, *self.rows, strict=True))
+        taken = sum(max(map(len, column)) + 3 for column in columns[:-1] if any(column[1:]))
+        room = max(width - taken - 4, MIN_TEXT)
+        cut = [(*row[:-1], row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 1]}…") for row in self.rows]
+        return TextTable(self.title, self.column_titles, cut)
 
 
 def visible_symbol(character: str) -> str | None:
@@ -57,13 +66,20 @@ def alignment_tables(record: dict[str, Any]) -> list[TextTable]:
 
 def print_alignment_tables(record: dict[str, Any]) -> None:
     """Print the tables: formatted on a terminal, plain text elsewhere."""
-    for table in alignment_tables(record):
-        print_table(table.title, [*table.column_titles], [[*row] for row in table.rows], table.numeric_columns)
+    width = terminal.stdout_width()
+    names = {side: _last_characters(record[side]) if width else record[side] for side in ("student", "teacher")}
+    for table in alignment_tables({**record, **names}):
+        shown = table if width is None else table.fit(width)
+        print_table(shown.title, [*shown.column_titles], [[*row] for row in shown.rows], shown.numeric_columns)
         terminal.result_line("")
     terminal.result_line(
-        f"aligned in {terminal.format_duration(record['seconds'])}, "
-        f"{record['nanoseconds_per_token']:,.0f} ns per token (student and teacher tokens)"
+        f"{terminal.format_duration(record['seconds'])} to read, tokenize, align and count: "
+        f"{record['nanoseconds_per_token']:,.0f} ns per token of either side"
     )
+
+
+def _last_characters(name: str) -> str:
+    return name if len(name) <= MAX_NAME else f"…{name[1 - MAX_NAME :]}"
 
 
 def _tokenizer_table(record: dict[str, Any]) -> TextTable:
@@ -72,8 +88,9 @@ def _tokenizer_table(record: dict[str, Any]) -> TextTable:
          f"{record['normalized_documents'][side]:,}")
         for side in ("student", "teacher")
     ]  # fmt: skip
-    title = f"{record['documents']:,} documents, {record['bytes']:,} bytes"
-    return TextTable(title, ("", "tokenizer", "tokens", "bytes per token", "normalized documents"), rows)
+    documents = "1 document" if record["documents"] == 1 else f"{record['documents']:,} documents"
+    title = f"{documents}, {record['bytes']:,} bytes; normalized: documents whose text a tokenizer changes"
+    return TextTable(title, ("", "tokenizer", "tokens", "bytes/token", "normalized"), rows)
 
 
 def _span_kind_table(record: dict[str, Any]) -> TextTable:
@@ -88,8 +105,9 @@ def _span_kind_table(record: dict[str, Any]) -> TextTable:
     )
     unaligned = (f"{record['unaligned_bytes']:,}", f"{record['unaligned_fraction']:.2%}")
     rows.append(("unaligned", "", "", *unaligned, *(f"{count:,}" for count in left)))
-    heads = ("tokens per span", "spans", "% of spans", "bytes", "% of bytes", "student tokens", "teacher tokens")
-    return TextTable(f"{record['spans']:,} spans, by tokens of student:teacher", heads, rows)
+    heads = ("tokens", "spans", "% of spans", "bytes", "% of bytes", "student", "teacher")
+    title = f"{record['spans']:,} spans by tokens of student:teacher, with the tokens of each side"
+    return TextTable(title, heads, rows)
 
 
 def _longest(record: dict[str, Any]) -> TextTable:
@@ -98,26 +116,16 @@ def _longest(record: dict[str, Any]) -> TextTable:
          f"{span['student_tokens']}:{span['teacher_tokens']}", visible_text(span["excerpt"]).replace(" ", "·"))
         for span in record["longest_spans"]
     ]  # fmt: skip
-    title = "Longest spans with several tokens on both sides or on one"
-    return TextTable(title, ("document", "byte offset", "bytes", "student:teacher tokens", "text"), rows)
+    title = "Longest spans of several tokens; tokens of student:teacher"
+    return TextTable(title, ("document", "byte offset", "bytes", "tokens", "text"), rows)
 
 
 def _worst(record: dict[str, Any]) -> TextTable:
     rows = [
-        (f"{document['document']:,}", f"{document['byte_fraction']:.2%}", _why(document),
-         visible_text(document["excerpt"]))
+        (f"{document['document']:,}", f"{document['byte_fraction']:.2%}", f"{document['bytes']:,}",
+         *(f"{document[key]:,}" if document[key] else "" for key in ("n:m_bytes", "unaligned_bytes")),
+         " and ".join(document["normalized_by"]), visible_text(document["excerpt"]))
         for document in record["worst_documents"]
     ]  # fmt: skip
     title = "Worst documents, by the fraction of bytes in n:m spans or unaligned"
-    return TextTable(title, ("document", "% of bytes", "reason", "text"), rows)
-
-
-def _why(document: dict[str, Any]) -> str:
-    reasons = []
-    if document["n:m_bytes"]:
-        reasons.append(f"{document['n:m_bytes']:,} bytes in n:m spans")
-    if document["unaligned_bytes"]:
-        reasons.append(f"{document['unaligned_bytes']:,} bytes in no span")
-    if document["normalized_by"]:
-        reasons.append(f"changed by the {' and the '.join(document['normalized_by'])}")
-    return ", ".join(reasons) + f", of {document['bytes']:,}"
+    return TextTable(title, ("document", "% of bytes", "bytes", "n:m", "unaligned", "normalized by", "text"), rows)
