@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "benchmarks"))
 from measurement import half_interval
 
@@ -178,6 +180,22 @@ def ten_numbers() -> str:
     return table(("what", "measured", "script"), rows)
 
 
+def how_to() -> str:
+    """Return the how-tos by the groups of the site's menu, with hardware and time from the head of each page."""
+    menu = yaml.safe_load((DOCS / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    parts = []
+    for group in next(entry["How to"] for entry in menu if "How to" in entry)[1:]:
+        ((heading, sources),) = group.items()
+        rows = []
+        for source in sources:
+            title, head, *_ = (DOCS.parent / source).read_text(encoding="utf-8").split("\n\n")
+            name = Path(source).name
+            head = head.strip("*").removeprefix("GPU: ").removesuffix(".").replace("](#", f"]({name}#")
+            rows.append((f"[{title.removeprefix('# ')}]({name})", *head.split(". Time: ")))
+        parts.append(f"## {heading}\n\n{table(('page', 'GPU', 'time'), rows)}")
+    return "\n" + "\n".join(parts) + "\n"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "objectives": objectives,
@@ -186,6 +204,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "on-policy-ways": on_policy_ways,
     "quickstart": quickstart,
     "ten-numbers": ten_numbers,
+    "how-to": how_to,
 }
 
 

@@ -85,6 +85,12 @@ def test_quantiles_are_those_of_student():
     assert {degrees: round(float(t.ppf(0.975, degrees)), 3) for degrees in T_975} == T_975
 
 
+def test_bytes_per_position_are_those_that_the_doctor_assumes():
+    from xtk.doctor.memory_and_disk_estimates import BYTES_PER_POSITION
+
+    assert results.DATA["constants"]["bytes_per_position"] == BYTES_PER_POSITION
+
+
 def test_ten_numbers_are_those_of_the_laboratory_book():
     page = results.BLOCK.sub("", read("docs/explanation/numbers.md"))
     missing = [note for row in results.DATA["ten_numbers"] for note in row["notes"] if note not in page]
@@ -92,9 +98,17 @@ def test_ten_numbers_are_those_of_the_laboratory_book():
     assert not missing
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "how-to").glob("*.md")), ids=lambda path: path.stem)
+HOW_TOS = sorted(path for path in (ROOT / "docs" / "how-to").glob("*.md") if path.name != "README.md")
+
+
+@pytest.mark.parametrize("path", HOW_TOS, ids=lambda path: path.stem)
 def test_how_to_begins_with_hardware_and_time(path):
     title, form, *_ = path.read_text(encoding="utf-8").split("\n\n")
     assert re.fullmatch(r"# .+", title)
     assert re.fullmatch(r"\*GPU: [^\n]+\. Time: [^\n]+\.\*", form)
     assert len(form) <= 160
+
+
+def test_all_how_tos_are_in_the_index():
+    index = read("docs/how-to/README.md")
+    assert not [path.name for path in HOW_TOS if path.name not in ("reproduce.md",) and f"({path.name})" not in index]
