@@ -5,7 +5,7 @@
 Defaults of TRL, except: texts instead of generated completions (lmbda 0; the first token is the prompt), the hybrid
 loss for two tokenizers (with `--uld`: ULD's own, without it), and the learning rate, warm-up, weight decay and batch
 of the other students. The schedule is TRL's, a linear decay, unless `--schedule` sets that of the other students, a
-cosine. `--ce` is the weight of cross-entropy (0 in TRL). Conversations have their last message as the completion.
+cosine. `--ce` is the weight of cross-entropy (0 in TRL).
 """
 
 from __future__ import annotations
@@ -25,13 +25,6 @@ def split(text: str, tokenizer: Any) -> dict[str, str]:
     """Return a text's first token as the prompt, which TRL requires, and the remaining text as its completion."""
     at = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"][0][1]
     return {"prompt": text[:at], "completion": text[at:]}
-
-
-def example(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Return a row of data as a prompt and a completion."""
-    if "messages" in row:
-        return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
-    return split(row["text"], tokenizer)
 
 
 def main() -> None:
@@ -64,7 +57,7 @@ def main() -> None:
     trainer = GOLDTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.student, dtype=torch.float32),
         teacher_model=AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32),
-        args=config, train_dataset=Dataset.from_list([example(row, tokenizer) for row in rows]),
+        args=config, train_dataset=Dataset.from_list([split(row["text"], tokenizer) for row in rows]),
         processing_class=tokenizer,
     )  # fmt: skip
     trainer.train()
