@@ -229,6 +229,11 @@ def test_missing_weight_files_and_tensors_are_errors(faulty):
 
 def test_special_tokens(faulty):
     assert found(special_tokens(doctor_inputs(faulty)), "ok", "matched special tokens").figures["matched"] >= 2
+    update_json(faulty.teacher / "generation_config.json", eos_token_id=[0, 200])
+    findings = list(special_tokens(doctor_inputs(faulty)))
+    what = "stop tokens, one event: student <|end_of_text|>; teacher <|endoftext|>, <|im_end|>"
+    assert found(findings, "ok", what).figures == {"stop_tokens": {"student": [1], "teacher": [0, 1]}}
+    assert found(findings, "warning", "names stop tokens that are no special tokens and are ignored: 200")
     update_json(faulty.teacher / "generation_config.json", eos_token_id=[0])
     assert found(special_tokens(doctor_inputs(faulty)), "warning", "eos_token_id is").figures == {"eos_token_id": [0]}
     update_json(faulty.student / "tokenizer_config.json", pad_token="<|end_of_text|>")

@@ -16,6 +16,7 @@ from xtk.cache.columns import optional_columns
 from xtk.cache.reader import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.losses import AUTO_LOSS, LOSSES, SURROGATE_LOSSES
+from xtk.losses.cells.stop_classes import StopClasses, ordinary_stops_message
 from xtk.losses.interface import ComparisonSpace, Loss
 from xtk.losses.spec import LossSpec, parse_losses
 from xtk.name_registry import load_registered
@@ -23,6 +24,7 @@ from xtk.projection.build import tokenizer_identity
 from xtk.projection.disk_cache import cached_next_bytes, cached_projection, cached_projection_path
 from xtk.projection.file import read_projection
 from xtk.projection.projection import IDENTITY_KEYS, SparseProjection, format_tokenizer
+from xtk.projection.special_tokens import MATCH_BY_ROLE
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.text.tokenizer import Tokenizer
 
@@ -186,9 +188,29 @@ class DistillationTeacher:
             self._comparison_spaces[name] = self._make_comparison_space(name)
         return self._comparison_spaces[name]
 
+    @cached_property
+    def stop_classes(self) -> StopClasses | None:
+        """The stop tokens of student and teacher, which are compared as one; None: each token by itself.
+
+        A projection with other pairs of special tokens than those by role is used as it is.
+        """
+        own_pairs = (
+            self.named_projection is not None
+            and self.named_projection[1].header.get("special_tokens", MATCH_BY_ROLE) != MATCH_BY_ROLE
+        )
+        for side in (self.student, self.tokenizer):
+            if side.ordinary_stop_tokens:
+                terminal.note_once(f"{side.name}: {ordinary_stops_message(side)}")
+        return None if own_pairs else StopClasses.from_tokenizers(self.student, self.tokenizer)
+
     def _make_comparison_space(self, kind: str) -> ComparisonSpace:
         if kind in ("text", "spans"):
             return None
+        space = self._space_of_single_tokens(kind)
+        return space if self.stop_classes is None else self.stop_classes.in_space(space)
+
+    def _space_of_single_tokens(self, kind: str) -> ComparisonSpace:
+        """Return a space in which stop tokens are compared one by one."""
         if kind == "bytes":
             return cached_next_bytes(self.student, self.tokenizer)
         if kind == "pairs":

@@ -70,6 +70,7 @@ class TeacherLosses:
             if is_weighted_later or method in ("mixture", "route")
             else self.combination.weights[one.teacher],
             denominator_group=("auto" if one.is_auto else loss.name) if method == "route" else "",
+            stop_classes=self.teachers[one.teacher].stop_classes,
         )
 
 

@@ -225,6 +225,7 @@ def _objectives(teacher: DistillationTeacher) -> list[LossTerm]:
             loss.make_divergence(),
             teacher.comparison_space(loss.make_loss().comparison_space),
             loss.name,
+            stop_classes=teacher.stop_classes,
         )
         for loss in losses
     ]

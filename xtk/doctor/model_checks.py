@@ -9,6 +9,7 @@ from typing import Any
 
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
 from xtk.errors import XtkError
+from xtk.losses.cells.stop_classes import StopClasses, ordinary_stops_message
 from xtk.models.causal_lm import load_model_config
 from xtk.models.resolver import ModelRef
 from xtk.models.safetensors_headers import INDEX_FILE, SINGLE_FILE, format_names, read_weight_headers, read_weight_index
@@ -55,6 +56,7 @@ def special_tokens(inputs: DoctorInputs) -> Iterator[Finding]:
     """Report the special tokens of each model, and which of them match."""
     for side in inputs.models:
         yield from _check_roles(side)
+    yield from _stop_tokens(inputs)
     student, teacher = (side.tokenizer for side in inputs.models)
     pairs = list(zip(*(ids.tolist() for ids in match_special_tokens(student, teacher)), strict=True))
     named = [f"{_token_name(student, own)} = {_token_name(teacher, other)}" for own, other in pairs]
@@ -67,6 +69,19 @@ def special_tokens(inputs: DoctorInputs) -> Iterator[Finding]:
         hint = 'match them with build-projection --special-tokens FILE, with {"STUDENT": "TEACHER"} in it, '
         hint += "or set eos_token in tokenizer_config.json"
         yield Finding("warning", what, "", hint, figures)
+
+
+def _stop_tokens(inputs: DoctorInputs) -> Iterator[Finding]:
+    """Report the stop tokens of both models, which losses compare as one event."""
+    sides = [side.tokenizer for side in inputs.models]
+    for side in sides:
+        if side.ordinary_stop_tokens:
+            hint = "list the ids of special tokens as eos_token_id in generation_config.json"
+            yield Finding("warning", ordinary_stops_message(side), side.name, hint)
+    named = [", ".join(_token_name(side, token) for token in sorted(side.stop_ids)) or "none" for side in sides]
+    how = "one event" if StopClasses.from_tokenizers(*sides) else "each compared with itself"
+    figures = {"student": sorted(sides[0].stop_ids), "teacher": sorted(sides[1].stop_ids)}
+    yield Finding("ok", f"stop tokens, {how}: student {named[0]}; teacher {named[1]}", figures={"stop_tokens": figures})
 
 
 def _token_name(tokenizer: Tokenizer, token: int) -> str:

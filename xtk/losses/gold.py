@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from xtk.errors import XtkError
@@ -56,7 +57,7 @@ class GOLD(Loss):
 
     def default_weights(self, pairs: TokenPairs) -> tuple[float, float]:
         """Return the default weights of the paired and the ranked part."""
-        paired_fraction = len(pairs.paired_students) / max(1, len(pairs.student_of_teacher))
+        paired_fraction = np.count_nonzero(pairs.student_of_teacher >= 0) / max(1, len(pairs.student_of_teacher))
         return paired_fraction, 1 - paired_fraction
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:

@@ -20,6 +20,8 @@ from xtk.text.chat.conversation_tokens import NO_REGION
 # Values of the options `where` and `whitespace` of losses.
 ALL_POSITIONS, SHARED_BOUNDARIES = "all", "common"
 KEEP, MASK = "keep", "mask"
+# Values of `Loss.stop_class`: the sides whose stop tokens are added up.
+BOTH_STOP_CLASSES, TEACHER_STOP_CLASS, NO_STOP_CLASS = "both", "teacher", "none"
 
 # What a loss needs in addition to its inputs: the projection W by teacher token, a partition of both vocabularies, or
 # nothing.
@@ -165,6 +167,7 @@ class Loss:
         takes_divergence: whether the divergence between its cells is an option.
         default_divergence: a key of `DIVERGENCES`, the default of that option.
         items_are_spans: whether an item is a span, and not the position of its first row.
+        stop_class: the sides whose stop tokens are one event: `both`, `teacher` or `none`.
     """
 
     where: str = option(ALL_POSITIONS, "Positions of the items.", choices=(ALL_POSITIONS, SHARED_BOUNDARIES))
@@ -177,6 +180,7 @@ class Loss:
     takes_divergence: ClassVar[bool] = True
     default_divergence: ClassVar[str] = "forward-kl"
     items_are_spans: ClassVar[bool] = False
+    stop_class: ClassVar[str] = BOTH_STOP_CLASSES
 
     @property
     def covers_spans(self) -> bool:

@@ -13,6 +13,7 @@ from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.divergences import DIVERGENCES
 from xtk.losses.interface import (
+    TEACHER_STOP_CLASS,
     ComparisonSpace,
     ItemRanges,
     Loss,
@@ -61,6 +62,7 @@ class PolicyGradient(Loss):
     unit = "nats, a surrogate"
     requires = "observed"
     takes_divergence = False
+    stop_class = TEACHER_STOP_CLASS
 
     def __post_init__(self) -> None:
         """Refuse options out of range, and advantages with an expected gradient of 0."""

@@ -13,6 +13,7 @@ from xtk.cache.teacher_document import TeacherDocument
 from xtk.losses import EXACT_REQUIREMENTS
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.cells.paired_ends import with_paired_ends
+from xtk.losses.cells.stop_classes import StopClasses
 from xtk.losses.divergences import Divergence
 from xtk.losses.interface import MASK, ComparisonSpace, Loss, LossInputs
 from xtk.text.alignment import align_sequences, separate_added_spaces
@@ -33,6 +34,7 @@ class LossTerm:
         teacher_index: index of its teacher, if the loss uses one.
         teacher_weight: the teacher's weight among several.
         denominator_group: terms with the same group are divided by their common number of items; "": by their own.
+        stop_classes: the stop tokens of both models, which are compared as one; None: each by itself.
     """
 
     loss: Loss
@@ -43,6 +45,7 @@ class LossTerm:
     teacher_index: int = 0
     teacher_weight: float = 1.0
     denominator_group: str = ""
+    stop_classes: StopClasses | None = None
 
     @property
     def uses_teacher(self) -> bool:
@@ -56,8 +59,11 @@ class LossTerm:
 
     def build_cells(self, inputs: LossInputs) -> LossCells:
         """Return the cells of an example on the CPU, with scale 1."""
-        paired = with_paired_ends(inputs, self.comparison_space)
-        return replace(self.loss.build_selected_cells(paired, self.comparison_space), divergence=self.divergence)
+        stops = self.stop_classes
+        merged = inputs if stops is None else stops.merge_inputs(inputs, self.loss)
+        paired = with_paired_ends(merged, self.comparison_space)
+        cells = self.loss.build_selected_cells(paired, self.comparison_space)
+        return replace(cells if stops is None else stops.expand_cells(cells, self.loss), divergence=self.divergence)
 
 
 def masks_whitespace(objectives: Iterable[LossTerm]) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.cells.sorted_probs import SortedProbCells
-from xtk.losses.interface import ComparisonSpace, Loss, LossInputs, span_ranges
+from xtk.losses.interface import NO_STOP_CLASS, ComparisonSpace, Loss, LossInputs, span_ranges
 
 
 class ULD(Loss):
@@ -27,6 +27,7 @@ class ULD(Loss):
     unit = "probability"
     requires = "ranks"
     takes_divergence = False
+    stop_class = NO_STOP_CLASS
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per span: the sorted probabilities at its first token, and no cells."""

@@ -32,7 +32,7 @@ class TokenPairs(NamedTuple):
 
     Attributes:
         student_of_teacher: int32 [U], the student token paired with each teacher token; -1: none.
-        paired_students: int32 [n], ascending, the student tokens in pairs.
+        paired_students: int32 [n], ascending, the student tokens in pairs, and those that count as one of them.
     """
 
     student_of_teacher: NDArray[np.int32]
@@ -49,12 +49,16 @@ class ProjectionColumns:
         log_weights: float32 [nnz], natural logarithms.
         byte_fallback_ids: int32, the student's byte-fallback tokens, such as "<0x61>". Where the vocabulary also has an
             ordinary token with these bytes, the tokenizer never emits them.
+        stop_ids: int32, the student's stop tokens, of which only the first is mapped and stands for all.
+        num_merged: number of the teacher's stop tokens that are counted as another one, and so are never listed.
     """
 
     offsets: NDArray[np.int64]
     student_ids: NDArray[np.int32]
     log_weights: NDArray[np.float32]
     byte_fallback_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    stop_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    num_merged: int = 0
 
     @property
     def width(self) -> int:
@@ -71,6 +75,22 @@ class ProjectionColumns:
         missing = max(0, width + 1 - len(self.offsets))
         offsets = np.concatenate([self.offsets, np.full(missing, self.offsets[-1], np.int64)])
         return replace(self, offsets=offsets)
+
+    def with_stop_tokens(self, student_stops: NDArray[np.int32], teacher_stops: NDArray[np.int32]) -> ProjectionColumns:
+        """Return W in which the first stop tokens of both sides map to each other, and the others to nothing."""
+        teachers = np.repeat(np.arange(self.width), np.diff(self.offsets))
+        kept = ~(np.isin(self.student_ids, student_stops) | np.isin(teachers, teacher_stops))
+        at = int(np.searchsorted(teachers[kept], teacher_stops[0]))
+        sizes = np.bincount(teachers[kept], minlength=self.width)
+        sizes[teacher_stops[0]] = 1
+        return replace(
+            self,
+            offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
+            student_ids=np.insert(self.student_ids[kept], at, student_stops[0]),
+            log_weights=np.insert(self.log_weights[kept], at, np.float32(0)),
+            stop_ids=student_stops,
+            num_merged=len(teacher_stops) - 1,
+        )
 
     @cached_property
     def pairs(self) -> TokenPairs:
@@ -90,7 +110,10 @@ class ProjectionColumns:
         order = order[np.unique(teachers[order], return_index=True)[1]]
         partners = np.full(width, -1, np.int32)
         partners[teachers[order]] = students[order]
-        return TokenPairs(partners, np.sort(students[order]).astype(np.int32))
+        paired = students[order]
+        if np.isin(self.stop_ids[:1], paired).any():
+            paired = np.concatenate([paired, self.stop_ids[1:]])
+        return TokenPairs(partners, np.sort(paired).astype(np.int32))
 
     def paired_token(self, student: int, teacher: int) -> int:
         """Return a teacher token that a student token maps to: the given one if possible, else that of most weight.

@@ -106,11 +106,20 @@ class BytePartition:
         count = 1 + max(
             int(cells.max(initial=-1)) for side in (student, teacher) for cells in (side.token_cells, side.suffix_cells)
         )
-        members = np.argsort(student.token_cells, kind="stable").astype(np.int32)
-        members = members[student.token_cells[members] >= 0]
-        sizes = np.bincount(student.token_cells[members], minlength=count)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        offsets, members = _cell_members(student.token_cells, count)
         return cls(student, teacher, sort_continuations(student, count), offsets, members)
+
+    def with_stop_tokens(self, student_stops: NDArray[np.int32], teacher_stops: NDArray[np.int32]) -> BytePartition:
+        """Return the partition in which the first stop tokens of both sides are one cell, and the others in none."""
+        count = len(self.cell_token_offsets) - 1
+        cells = []
+        for side, stops in ((self.student, student_stops), (self.teacher, teacher_stops)):
+            of_side = side.token_cells.copy()
+            of_side[stops], of_side[stops[0]] = -1, count
+            cells.append(of_side)
+        offsets, members = _cell_members(cells[0], count + 1)
+        student, teacher = self.student._replace(token_cells=cells[0]), self.teacher._replace(token_cells=cells[1])
+        return BytePartition(student, teacher, self.continuations, offsets, members)
 
     def paired_token(self, student: int, teacher: int) -> int:
         """Return a teacher token of a student token's cell: the given one if possible, else the first.
@@ -130,6 +139,14 @@ class BytePartition:
     def longest_prefixes(self) -> LongestPrefixes:
         """The longest student token that each teacher token, and each of its suffixes, begins with."""
         return find_longest_prefixes(self.student, self.teacher)
+
+
+def _cell_members(token_cells: NDArray[np.int32], count: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Return int64 [count + 1] and int32, the offsets of the tokens of each cell, and these tokens."""
+    members = np.argsort(token_cells, kind="stable").astype(np.int32)
+    members = members[token_cells[members] >= 0]
+    sizes = np.bincount(token_cells[members], minlength=count)
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]), members
 
 
 def find_longest_prefixes(student: SortedVocabulary, teacher: SortedVocabulary) -> LongestPrefixes:
@@ -157,10 +174,7 @@ def find_longest_prefixes(student: SortedVocabulary, teacher: SortedVocabulary) 
     of_teacher[teacher.token_ids] = np.where(is_matched, matched, firsts)
     others = np.flatnonzero((teacher.sorted_indices < 0) & np.isin(teacher.token_cells, roles))
     of_teacher[others] = len(own) + np.searchsorted(roles, teacher.token_cells[others])
-    members = np.argsort(cells, kind="stable").astype(np.int32)
-    members = members[cells[members] >= 0]
-    sizes = np.bincount(cells[members], minlength=len(own) + len(roles))
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    offsets, members = _cell_members(cells, len(own) + len(roles))
     side = teacher._replace(token_cells=of_teacher, suffix_cells=suffix_cells)
     heads = np.full(len(teacher.token_cells), -1, np.int32)
     heads[teacher.token_ids] = _find_event_heads(teacher, is_equal)

@@ -23,7 +23,12 @@ from xtk.text.alignment_numba import batch_token_byte_ends
 from xtk.text.chat.template import ChatTemplate
 from xtk.text.normalized_byte_offsets import byte_ends_from_offsets, characters_kept_by_normalizer
 from xtk.text.start_tokens import AUTO_START, NO_START, START_ROLES, own_start_ids, start_post_processor
-from xtk.text.tokenizer_files import configured_vocab_size, read_tokenizer_files, wrap_backend_errors
+from xtk.text.tokenizer_files import (
+    STOP_TOKENS_KEY,
+    configured_vocab_size,
+    read_tokenizer_files,
+    wrap_backend_errors,
+)
 from xtk.text.vocabulary import (
     BYTE_LEVEL,
     BYTE_LEVEL_ENCODER,
@@ -154,6 +159,7 @@ class Tokenizer:
             token["id"]: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in content["added_tokens"]
         }
         self._role_contents = files.special_tokens
+        self._named_stops = files.stop_tokens
         numbers = {role: self._backend.token_to_id(token) for role, token in files.special_tokens.items()}
         self.special_token_ids = {role: int(number) for role, number in numbers.items() if number is not None}
         self.embedding_rows = max(len(self.vocabulary), num_rows)
@@ -227,8 +233,42 @@ class Tokenizer:
 
     @cached_property
     def turn_end_ids(self) -> frozenset[int]:
-        """The tokens with which a template may end a turn: `end_ids`, and TOOL_TURN_END_TOKENS."""
-        return self.end_ids | self.special_ids(TOOL_TURN_END_TOKENS)
+        """The tokens with which a turn may end: `end_ids`, TOOL_TURN_END_TOKENS, and those that the model's files name.
+
+        These are the stop tokens of generation_config.json, and the special token after a reply in the chat template.
+        """
+        named = self.special_ids(TOOL_TURN_END_TOKENS) | self._template_end_ids
+        return self.end_ids | named | frozenset(self.declared_stop_ids)
+
+    @cached_property
+    def declared_stop_ids(self) -> tuple[int, ...]:
+        """The special tokens at which generation_config.json ends an answer, in its order; without it, eos."""
+        special = self.vocabulary.special_tokens
+        known = [special.get(stop) if isinstance(stop, str) else stop for stop in self._named_stops]
+        stops = dict.fromkeys(stop for stop in known if stop in self.special_token_names and stop != self.unknown_id)
+        return tuple(stops) or (() if self.end_id is None else (self.end_id,))
+
+    @property
+    def ordinary_stop_tokens(self) -> list[int | str]:
+        """The stop tokens of generation_config.json that are no special tokens, at which generation does not stop."""
+        return [
+            stop
+            for stop in self._named_stops
+            if stop not in (self.vocabulary.special_tokens if isinstance(stop, str) else self.special_token_names)
+        ]
+
+    @cached_property
+    def _template_end_ids(self) -> frozenset[int]:
+        """The special token that the chat template writes right after a reply; empty without one."""
+        if self._template is None or self._control_spellings is None:
+            return frozenset()
+        try:
+            after = self.chat_template.text_after_reply
+        except XtkError:  # an invalid template is an error where it is used
+            return frozenset()
+        first = self._control_spellings.match(after.lstrip())
+        token = None if first is None else self.vocabulary.special_tokens.get(first[0])
+        return frozenset() if token is None else frozenset({token}) - self.special_ids(NEXT_TURN_TOKENS)
 
     @cached_property
     def next_turn_ids(self) -> frozenset[int]:
@@ -540,10 +580,12 @@ class Tokenizer:
             with_start: let the post-processor put `start_ids` before a text, for other libraries; its fingerprint is
                 that of another tokenizer.
         """
-        roles = {f"{role}_token": content for role, content in self._role_contents.items()}
+        content: dict[str, Any] = {f"{role}_token": text for role, text in self._role_contents.items()}
+        if self._named_stops and not with_start:
+            content[STOP_TOKENS_KEY] = [self.special_token_names[token] for token in self.declared_stop_ids]
         files = {
             "tokenizer.json": self._json_with_start() if with_start else self._raw,
-            "tokenizer_config.json": json.dumps(roles, sort_keys=True, ensure_ascii=False).encode(),
+            "tokenizer_config.json": json.dumps(content, sort_keys=True, ensure_ascii=False).encode(),
         }
         return files if self._template is None else {**files, "chat_template.jinja": self._template.encode()}
 

@@ -22,6 +22,7 @@ from xtk.untrusted_json import MAX_DEPTH, check_depth, parse_json
 MAX_TOKEN_ID = 2_000_000  # a larger id of an added token is an error in a file
 
 SPECIAL_TOKEN_ROLES = ("bos", "eos", "pad", "unk")
+STOP_TOKENS_KEY = "stop_tokens"  # in the tokenizer_config.json of a cache, which has no generation_config.json
 _HINT = "download tokenizer.json of the model again, from a trusted source"
 
 
@@ -37,6 +38,7 @@ class TokenizerFiles:
         special_tokens: {role: text}, those of SPECIAL_TOKEN_ROLES that the tokenizer has.
         chat_template: a Jinja template; None without one.
         configuration: content of tokenizer_config.json.
+        stop_tokens: ids or texts of the stop tokens that generation_config.json, or a cache, names, in its order.
     """
 
     raw: bytes
@@ -46,6 +48,7 @@ class TokenizerFiles:
     special_tokens: dict[str, str]
     chat_template: str | None
     configuration: dict[str, Any]
+    stop_tokens: tuple[int | str, ...] = ()
 
     @property
     def template_fingerprint(self) -> str | None:
@@ -69,7 +72,17 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     template = _read_template(folder, configuration)
     roles = _special_tokens(folder, configuration)
     known = {role: token for role, token in roles.items() if backend.token_to_id(token) is not None}
-    return TokenizerFiles(raw, content, backend, fingerprint, known, template, configuration)
+    stops = _stop_tokens(folder, configuration)
+    return TokenizerFiles(raw, content, backend, fingerprint, known, template, configuration, stops)
+
+
+def _stop_tokens(folder: Path, configuration: Mapping[str, Any]) -> tuple[int | str, ...]:
+    """Return the stop tokens that a folder names: texts in a cache, ids in a model folder; () without any."""
+    named = configuration.get(STOP_TOKENS_KEY)
+    with contextlib.suppress(XtkError):  # a tokenizer does not need this file; doctor checks it
+        named = _read_json(folder / "generation_config.json").get("eos_token_id") if named is None else named
+    stops = named if isinstance(named, list) else [named]
+    return tuple(stop for stop in stops if isinstance(stop, int | str) and not isinstance(stop, bool))
 
 
 def _check_tokenizer_json(content: Any, where: str) -> None:

@@ -36,7 +36,7 @@ def projected_cells(
         ranges, TeacherArrays.from_logprobs(teacher), columns.offsets, columns.student_ids, columns.log_weights
     )
     if is_projection and columns.num_mapped < columns.width:
-        incomplete = np.append(0, np.cumsum(np.diff(teacher.offsets) < columns.width))
+        incomplete = np.append(0, np.cumsum(np.diff(teacher.offsets) < columns.width - columns.num_merged))
         is_complete = incomplete[ranges.position_start] == incomplete[ranges.position_stop]
         _normalize(arrays[2], arrays[0], is_complete)
     return LossCells.from_numpy(

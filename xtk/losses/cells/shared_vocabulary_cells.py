@@ -113,7 +113,8 @@ class SharedVocabularyCells(LossCells):
         # The difference of two sums of the same terms: relative to the remainder, not to 1, where it may be 1e-9.
         finite = torch.finfo(unshared.dtype)
         fraction = (unshared.clamp_min(finite.tiny).log() - remainders).exp().clamp_max(1 - 4 * finite.eps)
-        is_complete = to_device(torch.diff(self.cell_offsets) == len(self.paired_tokens), remainders.device)
+        num_entries = torch.diff(self.entry_offsets[self.cell_offsets])
+        is_complete = to_device(num_entries == len(self.paired_tokens), remainders.device)
         return torch.where(is_complete, torch.full_like(remainders, NO_REMAINDER), remainders + (-fraction).log1p())
 
     def compare_shared(self, items: Tensor, probs: Tensor, log_probs: Tensor, log_rest: Tensor) -> Tensor:

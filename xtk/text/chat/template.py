@@ -42,6 +42,9 @@ class RenderedConversation:
         return [(b, b + n) for place in self.positions if place is not None for _, b, n in place.runs.tolist()]
 
 
+_REPLY_MARK = "xtkReply"  # a text that no template contains
+
+
 class ChatTemplate:
     """A chat template, in Hugging Face's dialect of Jinja.
 
@@ -86,6 +89,16 @@ class ChatTemplate:
         except XtkError:
             return ""
         return text[len(before) :] if text.startswith(before) else ""
+
+    @cached_property
+    def text_after_reply(self) -> str:
+        """The template's text after the last reply of a conversation; "" if it is not found."""
+        question = {"role": "user", "content": "a"}
+        try:
+            text = self.render([question, {"role": "assistant", "content": _REPLY_MARK}])
+        except XtkError:
+            return ""
+        return text.rpartition(_REPLY_MARK)[2]
 
     def render_with_positions(self, conversation: Conversation, **arguments: Any) -> RenderedConversation:
         """Return a rendered conversation (`arguments` as in `render`) with the positions of its parts."""
