@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "xtk"
 FLOORS = [
     ("*.py",
      "errors, printing, progress, child processes, compilation of kernels, cache folders, code of users",
-     1_260),  # to reach: 950
+     1_280),  # to reach: 950
     ("options", "declaration and parsing of options", 840),
     ("files", "atomic writes, outputs of commands and their locks, local and remote storage", 1_500),
     ("text",
@@ -57,12 +57,12 @@ FLOORS = [
      1_100),
     ("api", "the Python API: `xtk/__init__.py` names its objects", 1_490),
     ("importers", "caches from and for other tools, answers of services", 1_710),  # to reach: 1,550
-    ("doctor", "checks and forecasts before a long run", 1_430),  # to reach: 1,250
+    ("doctor", "checks and forecasts before a long run", 1_450),  # to reach: 1,250
     ("quickstart", "the demonstration pipeline and its tiny models", 480),
-    ("pages", "HTML pages, their templates, and the tables on them", 1_100),  # to reach: 900
+    ("pages", "HTML pages, their templates, and the tables on them", 1_160),  # to reach: 900
     ("commands",
      "one module per command, with its options: checks of inputs, printed results",
-     5_880),  # to reach: 4,300
+     6_100),  # to reach: 4,300
     ("cli.py", "the list of commands; exit codes and error messages", 245),
     ("integrations", "distillation in the trainers of other libraries", 300),
     ("__main__.py", "the entry point: streams, cache folders, signals", 100),

@@ -179,7 +179,9 @@ def _curves(runs: Sequence[ReportedRun], teacher_bits: float | None) -> Iterator
     for metric in curve_metrics(runs):
         curves = [MetricCurve(run.name, at, run.points(metric)) for at, run in enumerate(runs) if run.points(metric)]
         level = ("teacher", teacher_bits) if metric == HELD_OUT_BITS and teacher_bits is not None else None
-        figures[_metric_section(metric)].append(curves_figure(metric, METRIC_UNITS.get(metric, ""), curves, level))
+        figures[_metric_section(metric)].append(
+            curves_figure(metric, METRIC_UNITS.get(metric, ""), curves, level=level)
+        )
     yield from ((section, drawn) for section, drawn in figures.items() if drawn)
 
 
