@@ -278,7 +278,7 @@ def draw_on_policy() -> str:
 def draw_pipeline() -> str:
     """Return the way from a corpus to an evaluated student, with what may stand in for each part."""
     drawing = Drawing(
-        722, 262, "corpus, cache-teacher, cache, distill, student, evaluate; teachers, online and on-policy"
+        594, 250, "corpus, cache-teacher, cache, distill, student, evaluate; the same teacher online and on-policy"
     )
 
     def node(x: float, y: float, width: float, title: str, *lines: str) -> None:
@@ -287,23 +287,23 @@ def draw_pipeline() -> str:
         for number, line in enumerate(lines):
             drawing.text(x + width / 2, y + 38 + 18 * number, line, "middle", "small")
 
-    node(1, 40, 109, "corpus", "texts, chats")
-    node(232, 40, 136, "teacher cache", "for any student")
-    node(446, 40, 110, "student", "HF folder")
-    node(630, 40, 90, "results", "HTML, hub")
+    node(1, 40, 94, "corpus", "texts, chats")
+    node(184, 40, 130, "teacher cache", "for any student")
+    node(382, 40, 88, "student", "HF folder")
+    node(516, 40, 77, "results", "HTML, hub")
     for x1, x2, *commands in (
-        (110, 232, "xtk cache-teacher"), (368, 446, "xtk distill"), (556, 630, "xtk evaluate", "report, export")
+        (95, 184, "xtk cache-", "teacher"), (314, 382, "xtk distill"), (470, 516, "xtk evaluate,", "report, export")
     ):  # fmt: skip
         drawing.arrow((x1, 62), (x2, 62))
         for number, command in enumerate(commands):
-            drawing.text((x1 + x2) / 2, 28 - 16 * (len(commands) - 1) + 16 * number, command, "middle", "small")
-    node(60, 176, 226, "teacher, any tokenizer", "Hugging Face, GGUF, vLLM,", "an API (xtk query-teacher)")
-    drawing.arrow((173, 176), (173, 66))
-    drawing.arrow((286, 196), (478, 196), (478, 84))
-    drawing.text(294, 188, "xtk distill --teacher", style="small")
-    drawing.arrow((524, 84), (524, 222), (286, 222))
-    drawing.text(294, 240, "xtk distill-on-policy: the teacher scores", style="small")
-    drawing.text(294, 256, "what the student generates", style="small")
+            drawing.text((x1 + x2) / 2, 30 - 16 * (len(commands) - 1) + 16 * number, command, "middle", "small")
+    node(28, 164, 218, "teacher, any tokenizer", "Hugging Face, GGUF, vLLM,", "an API (xtk query-teacher)")
+    drawing.arrow((138, 164), (138, 66))
+    drawing.arrow((246, 184), (408, 184), (408, 84))
+    drawing.text(254, 176, "xtk distill --teacher", style="small")
+    drawing.arrow((446, 84), (446, 210), (246, 210))
+    drawing.text(254, 228, "xtk distill-on-policy: the teacher scores", style="small")
+    drawing.text(254, 244, "what the student generates", style="small")
     return str(drawing)
 
 
