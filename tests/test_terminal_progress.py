@@ -72,7 +72,10 @@ def test_time_left_follows_the_last_steps(monkeypatch):
 
 def test_command_without_a_job_prints_its_phase(monkeypatch, capsys):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.3)
-    with progress.command_phase("doctor"):
+    monkeypatch.setattr(terminal._terminal, "last_output", terminal._terminal.last_output - 1e6)  # of the fork server
+    with progress.command_phase(["doctor"]):
+        progress._printer._stop.wait(0.2)
+        assert capsys.readouterr().err == ""
         progress._printer._stop.wait(0.8)
         with phase("loading ./teacher"), terminal.quiet():
             progress._printer._stop.wait(0.8)
@@ -84,10 +87,12 @@ def test_command_without_a_job_prints_its_phase(monkeypatch, capsys):
     assert progress._printer._thread is None
 
 
-def test_quiet_commands_print_no_phase(monkeypatch, capsys):
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--quiet"]])
+def test_quiet_commands_print_no_phase(monkeypatch, capsys, arguments):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.1)
-    monkeypatch.setattr(terminal._terminal, "quiet", True)
-    with progress.command_phase("doctor"):
+    if arguments == ["doctor"]:
+        monkeypatch.setattr(terminal._terminal, "quiet", True)
+    with progress.command_phase(arguments):
         progress._printer._stop.wait(0.6)
     assert capsys.readouterr().err == ""
 

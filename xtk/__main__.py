@@ -36,7 +36,7 @@ def main() -> None:
     try:
         _check_streams()
         _set_cache_folders(sys.argv[1:])
-        with command_phase(sys.argv[1] if sys.argv[1:] else "xtk"):
+        with command_phase(sys.argv[1:]):
             code = run_command(sys.argv[1:])
     except KeyboardInterrupt:
         sys.stderr.write("xtk: interrupted; run the same command again to resume\n")

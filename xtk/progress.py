@@ -151,9 +151,13 @@ class _Printer:
             jobs, phases = self._jobs[-1:], self.phases[-1:]
             if jobs:
                 self.print_if_due(jobs[0])
-            elif phases and phases[0][0] and terminal.seconds_since_output() >= SECONDS_BETWEEN_LINES:
+            elif phases and phases[0][0] and self._silent_seconds() >= SECONDS_BETWEEN_LINES:
                 text, started = phases[0]
                 terminal.note(f"{text}, {format_duration(time.monotonic() - started)} so far", also_if_muted=True)
+
+    def _silent_seconds(self) -> float:
+        """Return how long this command has printed nothing."""
+        return min(terminal.seconds_since_output(), time.monotonic() - self.phases[0][1])
 
 
 _printer = _Printer()
@@ -174,9 +178,10 @@ def phase(text: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def command_phase(command: str) -> Iterator[None]:
+def command_phase(arguments: list[str]) -> Iterator[None]:
     """Print that a command runs every 10 seconds, while nothing else is printed."""
-    with phase(f"{command}: running" if os.environ.get("RANK", "0") == "0" else ""):
+    is_shown = os.environ.get("RANK", "0") == "0" and {"-q", "--quiet"}.isdisjoint(arguments)
+    with phase(f"{arguments[0] if arguments else 'xtk'}: running" if is_shown else ""):
         _printer.start_thread()
         yield
 
