@@ -62,7 +62,7 @@ FLOORS = [
     ("pages", "HTML pages, their templates, and the tables on them", 1_160),  # to reach: 900
     ("commands",
      "one module per command, with its options: checks of inputs, printed results",
-     6_100),  # to reach: 4,300
+     6_160),  # to reach: 4,300
     ("cli.py", "the list of commands; exit codes and error messages", 245),
     ("integrations", "distillation in the trainers of other libraries", 300),
     ("__main__.py", "the entry point: streams, cache folders, signals", 100),

@@ -78,7 +78,7 @@ ON_POLICY = (
     Line(("byte-kl",), "prompts"),
     Line(("policy-gradient",), "prompts"),
     Line(("bpm",), "prompts", continues=True),
-    Line(("policy-gradient:teacher_weight=0",), "prompts", ("--reward", "exact")),
+    Line(("policy-gradient:teacher_weight=0",), "prompts", ("--reward", "gsm8k")),
 )
 
 

@@ -133,7 +133,7 @@ def test_user_files_among_stored_rollouts_are_kept(run, pair, tmp_path):
 def test_two_evaluations_do_not_write_the_same_output_at_once(run, pair, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"text": "Anna has", "answer": "4"}\n')
     out = tmp_path / "out.jsonl"
-    command = ["evaluate-answers", pair.student, tmp_path / "prompts.jsonl", "--reward", "exact",
+    command = ["evaluate-answers", pair.student, tmp_path / "prompts.jsonl", "--reward", "gsm8k",
                "--max-completion-length", 4, "-o", out]  # fmt: skip
     with writer_lock(out, "file"):
         stderr = run(*command, code=1).stderr

@@ -34,7 +34,7 @@ def answer(tmp_path):
         (("distill", "s", "p.jsonl", "--on_policy", "-o", "r"), "xtk distill-on-policy"),
         (("sweep", "s", "p.jsonl", "--on-policy", "-o", "r"), "xtk sweep --command distill-on-policy"),
         (("evaluate", "s", "--tasks=mmlu"), "xtk evaluate-tasks MODEL TASK"),
-        (("evaluate", "s", "p.jsonl", "--reward", "exact"), "xtk evaluate-answers --reward"),
+        (("evaluate", "s", "p.jsonl", "--reward", "gsm8k"), "xtk evaluate-answers --reward"),
         (("evaluate", "d", "p.jsonl", "--draft-for", "t"), "xtk evaluate-draft DRAFT TARGET PROMPTS"),
         (("inspect", "c", "--teacher", "t"), "xtk cache verify CACHE TEACHER"),
     ],

@@ -78,7 +78,7 @@ def test_oracle_answers_to_gsm8k_score_one_and_modified_ones_zero(pair, real_dat
 
     generator = ScriptedGenerator(tokenizer, script)
     sampling = SamplingConfig(temperature=1.0, max_completion_length=4096)
-    found = evaluate_answers(prompts, generator, tokenizer, sampling, rewards("exact"), num_generations=2)
+    found = evaluate_answers(prompts, generator, tokenizer, sampling, rewards("gsm8k"), num_generations=2)
     assert found.mean_reward().value == pytest.approx(1 - 25 / 200)
     assert found.pass_at(1).value == pytest.approx(1 - 25 / 200)
     assert found.pass_at(2).value == 1.0
@@ -86,10 +86,10 @@ def test_oracle_answers_to_gsm8k_score_one_and_modified_ones_zero(pair, real_dat
     assert set(found.scores[:, 1]) == {1.0}
     with pytest.raises(XtkError, match="at --temperature 0 all 2 answers"):
         evaluate_answers(
-            prompts, generator, tokenizer, SamplingConfig(temperature=0.0), rewards("exact"), num_generations=2
+            prompts, generator, tokenizer, SamplingConfig(temperature=0.0), rewards("gsm8k"), num_generations=2
         )
     with pytest.raises(XtkError, match="cannot score any row of the data"):
-        evaluate_answers(prompts[:2], generator, tokenizer, sampling, rewards("exact:column=nowhere"))
+        evaluate_answers(prompts[:2], generator, tokenizer, sampling, rewards("gsm8k:column=nowhere"))
 
 
 def test_problems_without_context_for_an_answer_score_zero(pair, tmp_path):
@@ -99,7 +99,7 @@ def test_problems_without_context_for_an_answer_score_zero(pair, tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     generator = ScriptedGenerator(tokenizer, lambda text, key: ("#### 2", True), context=64)
     found = evaluate_answers(
-        read_prompts(Corpus([str(path)])), generator, tokenizer, SamplingConfig(), rewards("exact")
+        read_prompts(Corpus([str(path)])), generator, tokenizer, SamplingConfig(), rewards("gsm8k")
     )
     assert found.scores.tolist() == [[1.0], [0.0]]
     assert found.prompts_too_long == 1
@@ -130,7 +130,7 @@ def test_oracle_passes_the_unit_tests_of_human_eval(pair, real_data, tmp_path):
 def test_evaluate_command_compares_two_models_by_reward(run, pair, tmp_path):
     rows = [{"prompt": f"{n} + {n} =", "answer": f"#### {2 * n}00"} for n in range(5)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["evaluate-answers", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--reward", "exact",
+    arguments = ["evaluate-answers", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--reward", "gsm8k",
                  "--max-completion-length", 6, "--num-generations", 2, "--temperature", 1, "--quiet"]  # fmt: skip
     lines = run(*arguments, "--json", "-o", "answers.jsonl", cwd=tmp_path).stdout.splitlines()
     first, second = map(json.loads, lines)
@@ -160,7 +160,7 @@ def test_scored_answer_ends_before_the_stop_string(pair, tmp_path):
     prompts = read_prompts(Corpus([str(tmp_path / "problems.jsonl")]))
     generator = ScriptedGenerator(tokenizer, lambda text, key: (" 2\nQuestion: 7 + 7 = 14", False))
     mean_rewards = [evaluate_answers(prompts, generator, tokenizer, SamplingConfig(stop=stop),
-        rewards("exact:last_number_fallback=true")).mean_reward().value
+        rewards("gsm8k:last_number_fallback=true")).mean_reward().value
                     for stop in ((), ("\nQuestion: 7",), ("\nAnswer",))]  # fmt: skip
     assert mean_rewards == [0.0, 1.0, 0.0]
 
@@ -169,7 +169,7 @@ def test_data_that_no_reward_can_score_is_refused_before_generation(run, pair, t
     rows = [{"prompt": "1 + 1 =", "question": "?", "answer": None}, {"prompt": "2 + 2 =", "test_list": []}]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = read_prompts(Corpus([str(tmp_path / "problems.jsonl")]))
-    for reward in ("exact", "boxed:compare=strings", "regex:pattern=.,column=answer", "tests"):
+    for reward in ("gsm8k", "boxed:compare=strings", "regex:pattern=.,column=answer", "tests"):
         with pytest.raises(XtkError, match="cannot score any row of the data") as raised:
             check_rewards_apply(rewards(reward), prompts)
         assert "prompt, question, answer, test_list" in str(raised.value)
@@ -177,7 +177,7 @@ def test_data_that_no_reward_can_score_is_refused_before_generation(run, pair, t
     (tmp_path / "own.py").write_text("def own(completion, prompt, row):\n    raise ValueError\n")
     check_rewards_apply(rewards(f"{tmp_path / 'own.py'}:own"), prompts)  # cannot be checked in advance
     result = run(
-        "evaluate-answers", pair.student, "problems.jsonl", "--reward", "exact", "--quiet", cwd=tmp_path, code=1
+        "evaluate-answers", pair.student, "problems.jsonl", "--reward", "gsm8k", "--quiet", cwd=tmp_path, code=1
     )
     assert "cannot score any row of the data" in result.stderr
 
@@ -200,7 +200,7 @@ def test_all_models_are_checked_before_the_first_evaluation(run, pair, tmp_path)
         ("small", "only 100 rows"), (f"{pair.student}", "name the same model"), ("link", "refer to the same model"),
     ):  # fmt: skip
         for command, *options in (
-            ("evaluate-answers", "--reward", "exact", "-o", "lost.jsonl"), ("evaluate", "--columns", "text=prompt"),
+            ("evaluate-answers", "--reward", "gsm8k", "-o", "lost.jsonl"), ("evaluate", "--columns", "text=prompt"),
         ):  # fmt: skip
             arguments = (pair.student, "problems.jsonl", *options, "--compare-to", name)
             result = run(command, *arguments, cwd=tmp_path, code=1)

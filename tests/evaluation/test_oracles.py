@@ -31,7 +31,7 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
     return path
 
 
-GSM8K = ["--columns", "prompt=question", "--reward", "exact"]
+GSM8K = ["--columns", "prompt=question", "--reward", "gsm8k"]
 HUMAN_EVAL = ["--reward", "tests:seconds=60"]
 
 

@@ -43,9 +43,9 @@ def values_by_row(path: Path, *records: dict) -> dict[tuple[str, str], dict[str,
 def test_only_results_with_equal_settings_share_a_row(tmp_path):
     path = tmp_path / "results.jsonl"
     scored = [{"model": "a", "data": "p1.jsonl", "reward": reward, "temperature": heat, "avg@1": value}
-              for reward, heat, value in (("exact", 0.0, 0.9), ("json", 0.0, 0.2), ("json", 0.8, 0.1))]  # fmt: skip
+              for reward, heat, value in (("gsm8k", 0.0, 0.9), ("json", 0.0, 0.2), ("json", 0.8, 0.1))]  # fmt: skip
     assert values_by_row(path, *scored) == {
-        ("p1.jsonl, exact", "avg@1"): {"a": 0.9},
+        ("p1.jsonl, gsm8k", "avg@1"): {"a": 0.9},
         ("p1.jsonl, json", "avg@1"): {"a": 0.2},
         ("p1.jsonl, json, temperature 0.8", "avg@1"): {"a": 0.1},
     }

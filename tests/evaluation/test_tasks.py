@@ -144,7 +144,7 @@ def test_invalid_tasks_and_options_are_refused(run, pair, folder, tmp_path, monk
         (("evaluate-tasks", pair.student, "a", "--stop", "x"), "no option called --stop"),
         (("evaluate-answers", pair.student, "x.jsonl"), "--reward NAME[:KEY=VALUE,...]|FILE.py:FUNCTION is missing"),
         (
-            ("evaluate-answers", pair.student, "x.jsonl", "--reward", "exact", "--top-p", 0.5, "--top-k", 3),
+            ("evaluate-answers", pair.student, "x.jsonl", "--reward", "gsm8k", "--top-p", 0.5, "--top-k", 3),
             "does not sample; remove --top-p and --top-k",
         ),
         (("evaluate", pair.student, "x.jsonl", "--max-length", -5), "--max-length"),
@@ -163,7 +163,7 @@ def test_model_with_nonfinite_logits_is_refused(run, pair, folder, tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"text": "Anna has 12 apples"}\n')
     for arguments, message in (
         (("evaluate-tasks", broken, "choose_sum", "--include-path", folder), "that are not a number"),
-        (("evaluate-answers", broken, "problems.jsonl", "--reward", "exact"), "that are not finite"),
+        (("evaluate-answers", broken, "problems.jsonl", "--reward", "gsm8k"), "that are not finite"),
         (("transplant", broken, pair.teacher, "--eval-data", "texts.jsonl", "-o", "out"), "that are not finite"),
     ):
         result = run(*arguments, code=1, cwd=tmp_path)

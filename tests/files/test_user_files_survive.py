@@ -62,7 +62,7 @@ def commands(pair, corpus, cache, projection, metaspace, inputs) -> dict[str, li
         "counts": ["build-projection", student, teacher, "--method", "cooccurrence", "--corpus", corpus],
         "prune-projection": ["prune-projection", projection, "--top-k", 2],
         "rollout": ["rollout", student, inputs / "prompts.jsonl", *short],
-        "evaluate": ["evaluate-answers", student, inputs / "problems.jsonl", "--reward", "exact", *short],
+        "evaluate": ["evaluate-answers", student, inputs / "problems.jsonl", "--reward", "gsm8k", *short],
         "report": ["report", inputs / "run"],
         "align": ["align", student, teacher, "text"],
         "inspect": ["inspect", cache],

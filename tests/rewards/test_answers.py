@@ -1,4 +1,4 @@
-"""The rewards exact, boxed, regex, json and user functions: hand-checked pairs, and all of GSM8K."""
+"""The rewards gsm8k, boxed, regex, json and user functions: hand-checked pairs, and all of GSM8K."""
 
 import json
 import math
@@ -40,23 +40,23 @@ def score(spec, completion, row, prompt=""):
 
 @pytest.mark.parametrize(("answer", "reference"), EQUAL_ANSWERS)
 def test_equal_answers_in_different_notation_score_one(answer, reference):
-    assert score("exact", f"So it is\n#### {answer}\n", {"answer": f"because\n#### {reference}"}) == 1
+    assert score("gsm8k", f"So it is\n#### {answer}\n", {"answer": f"because\n#### {reference}"}) == 1
     assert score("boxed:compare=strings", f"So \\boxed{{{answer}}}.", {"answer": f"#### {reference}"}) == 1
 
 
 @pytest.mark.parametrize(("answer", "reference"), DIFFERENT_ANSWERS)
 def test_different_answers_score_zero(answer, reference):
-    assert score("exact", f"So it is\n#### {answer}\n", {"answer": reference}) == 0
+    assert score("gsm8k", f"So it is\n#### {answer}\n", {"answer": reference}) == 0
     assert score("boxed:compare=strings", f"So \\boxed{{{answer}}}.", {"answer": reference}) == 0
 
 
 def test_answers_are_extracted_from_completions_and_columns():
     row = {"answer": "#### 18"}
-    assert score("exact", "the answer is 18", row) == 0
-    assert score("exact:last_number_fallback=true", "it costs 3, so the answer is $18.", row) == 1
-    assert score("exact", "#### 3\n#### 18 dollars\n", row) == 1
-    assert score("exact:column=gold", "#### 5", {"gold": 5}) == 1
-    assert math.isnan(score("exact", "#### 5", {}))
+    assert score("gsm8k", "the answer is 18", row) == 0
+    assert score("gsm8k:last_number_fallback=true", "it costs 3, so the answer is $18.", row) == 1
+    assert score("gsm8k", "#### 3\n#### 18 dollars\n", row) == 1
+    assert score("gsm8k:column=gold", "#### 5", {"gold": 5}) == 1
+    assert math.isnan(score("gsm8k", "#### 5", {}))
     assert math.isnan(score("boxed:compare=strings", "\\boxed{5}", {"answer": None}))
     assert last_boxed_content(r"\boxed{1} then \fbox{\frac{1}{2}}") == r"\frac{1}{2}"
     assert last_boxed_content(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
@@ -67,11 +67,11 @@ def test_answers_are_extracted_from_completions_and_columns():
 
 
 def test_remarks_in_brackets_are_ignored_and_factors_are_not():
-    assert score("exact", "#### 18 (eighteen)", {"answer": "18"}) == 1
+    assert score("gsm8k", "#### 18 (eighteen)", {"answer": "18"}) == 1
     for answer, reference in (("2(x-7)", "2(x+1)"), ("3(4)", "3"), ("y=3", "x=3"), ("2(x+1)", "2")):
         for reward in ("boxed", "boxed:compare=strings"):
             assert score(reward, f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"}) == 0, (reward, answer)
-    assert score("exact", "#### 2 hundred thousand", {"answer": "200"}) == 0
+    assert score("gsm8k", "#### 2 hundred thousand", {"answer": "200"}) == 0
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_remarks_in_brackets_are_ignored_and_factors_are_not():
      ("3.2e4", "32000"), ("pages 5-10", "10"), ("x=-3", "-3"), ("(-3)", "-3"), ("In 2020.", "2020")],
 )  # fmt: skip
 def test_last_number_of_a_text_is_found(text, number):
-    assert score("exact:last_number_fallback=true", text, {"answer": number}) == 1
+    assert score("gsm8k:last_number_fallback=true", text, {"answer": number}) == 1
 
 
 def test_letters_in_a_box_are_variables_and_words_are_words():
@@ -127,13 +127,13 @@ def test_killed_math_process_is_restarted():
 
 def test_duplicate_rewards_are_refused():
     with pytest.raises(XtkError, match="given twice"):
-        WeightedRewards([parse_reward("exact"), parse_reward("exact")])
+        WeightedRewards([parse_reward("gsm8k"), parse_reward("gsm8k")])
 
 
 def test_long_answers_are_scored_in_limited_time():
     started = time.monotonic()
     for text in ("1," * 50_000, "(" * 100_000, "1 " * 50_000, "\\boxed{" * 20_000, "a " * 50_000):
-        assert score("exact:last_number_fallback=true", "#### " + text, {"answer": "18"}) == 0
+        assert score("gsm8k:last_number_fallback=true", "#### " + text, {"answer": "18"}) == 0
         assert score("boxed:compare=strings", "\\boxed{" + text + "}", {"answer": "18"}) == 0
     assert time.monotonic() - started < 20
 
@@ -145,7 +145,7 @@ def test_every_reference_answer_of_gsm8k_scores_one():
         for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl")
         for line in Path(os.environ["XTK_DATA"], "corpora", name).read_text(encoding="utf-8").splitlines()
     ]
-    rewards = WeightedRewards([parse_reward("exact"), parse_reward("boxed:compare=strings,weight=2")])
+    rewards = WeightedRewards([parse_reward("gsm8k"), parse_reward("boxed:compare=strings,weight=2")])
     assert len(answers) == 8792
     for answer in answers:
         final = answer.rpartition("#### ")[2]
@@ -258,13 +258,13 @@ def test_user_functions_are_scored_and_rewards_are_summed(tmp_path):
         "def short(completion, prompt, row):\n    return None if not completion else len(completion) < row['most']\n"
         "def fails(completion, prompt, row):\n    return row['nothing']\n"
     )
-    rewards = WeightedRewards([parse_reward(f"{file}:short:weight=0.5"), parse_reward("exact")])
+    rewards = WeightedRewards([parse_reward(f"{file}:short:weight=0.5"), parse_reward("gsm8k")])
     total, values = rewards("#### 5", "", {"most": 10, "answer": 5})
     assert total == 1.5
-    assert list(values) == [f"{file}:short:weight=0.5", "exact"]
+    assert list(values) == [f"{file}:short:weight=0.5", "gsm8k"]
     assert rewards("#### 5", "", {"most": 10})[0] == 0.5
     assert math.isnan(rewards("", "", {"most": 10})[0])
-    assert rewards.unscored == {"exact": 2, f"{file}:short:weight=0.5": 1}
+    assert rewards.unscored == {"gsm8k": 2, f"{file}:short:weight=0.5": 1}
     with pytest.raises(XtkError, match="failed: KeyError"):
         score(f"{file}:fails", "x", {})
     with pytest.raises(XtkError, match="did you mean short"):
@@ -274,10 +274,12 @@ def test_user_functions_are_scored_and_rewards_are_summed(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("exakt", "did you mean exact"),
-        ("exact:colum=answer", "did you mean column"),
-        ("exact:weight=-1", "weight of the reward"),
-        ("exact:last_number_fallback=maybe", "last_number_fallback of the reward exact"),
+        ("gsm8", "did you mean gsm8k"),
+        ("exact", "the reward exact is now called gsm8k\n  try:   --reward gsm8k"),
+        ("exact:column=gold", "--reward gsm8k:column=gold"),
+        ("gsm8k:colum=answer", "did you mean column"),
+        ("gsm8k:weight=-1", "weight of the reward"),
+        ("gsm8k:last_number_fallback=maybe", "last_number_fallback of the reward gsm8k"),
         ("regex", "needs a pattern"),
         ("regex:pattern=(", "not a valid Python regular expression"),
         ("regex:pattern=a,group=2", "no group '2'"),

@@ -136,7 +136,7 @@ def test_rollouts_are_ordered_by_prompt_with_seed_keys_rewards_and_group_advanta
     )  # fmt: skip
     rollouts = generate_rollouts(
         prompts, generator, tokenizer, SamplingConfig(top_logprobs=2), num_generations=4, seed=9,
-        rewards=WeightedRewards([parse_reward("exact:weight=2")]),
+        rewards=WeightedRewards([parse_reward("gsm8k:weight=2")]),
     )  # fmt: skip
     assert [(rollout.prompt, rollout.sample) for rollout in rollouts] == [
         (prompt_index, sample) for prompt_index in (0, 2, 3) for sample in range(4)
@@ -182,7 +182,7 @@ def test_calculator_output_is_inserted_and_only_sampled_tokens_are_trained(token
     generator = ScriptedGenerator(tokenizer, script, context=256)
     (rollout,) = generate_rollouts(
         prompts, generator, tokenizer, SamplingConfig(stop=("=",)), num_generations=1, seed=0,
-        rewards=WeightedRewards([parse_reward("exact")]), environment=load_environment(f"{CALCULATOR}:Calculator"),
+        rewards=WeightedRewards([parse_reward("gsm8k")]), environment=load_environment(f"{CALCULATOR}:Calculator"),
     )  # fmt: skip
     assert [(segment.role, segment.text, segment.train) for segment in rollout.document.segments] == [
         ("prompt", "Half of 48 clips.", False),
@@ -335,7 +335,7 @@ def test_rewards_score_the_answer_after_special_tokens(tokenizer, tmp_path):
     prompts = make_prompts(tmp_path, {"prompt": "1 + 1 = ", "answer": "2"}, {"messages": [
         {"role": "user", "content": "1 + 1?"}], "answer": "2"})  # fmt: skip
     generator = ReasoningGenerator(tokenizer, lambda text, key: ("it is 2", True))
-    rewards = WeightedRewards([parse_reward("exact:last_number_fallback=true")])
+    rewards = WeightedRewards([parse_reward("gsm8k:last_number_fallback=true")])
     for rollout in generate_rollouts(
         prompts, generator, tokenizer, SamplingConfig(), rewards=rewards, num_generations=1, seed=0
     ):

@@ -146,7 +146,7 @@ def test_task_identity_depends_on_file_contents_and_not_on_paths(folder, tmp_pat
 def test_any_template_and_reward_text_has_an_identity(folder):
     """A text that looks like `FILE.py:NAME` but is too long for a file name is not a file."""
     text = "x" * 300 + "{{ question }} in a file.py: "
-    for options in (f"reward=exact,prompt_template={text}", f"reward=regex:pattern=a.py:{'b' * 300}.py:(c)"):
+    for options in (f"reward=gsm8k,prompt_template={text}", f"reward=regex:pattern=a.py:{'b' * 300}.py:(c)"):
         (task,) = parse_eval_tasks([f"{folder / 'problems.jsonl'}:{options},prompt=question"])
         assert task.identity
 
@@ -154,7 +154,7 @@ def test_any_template_and_reward_text_has_an_identity(folder):
 @pytest.mark.parametrize("parallel", ["fsdp=2", "tp=2"])
 def test_eval_tasks_refuse_a_sharded_student(folder, monkeypatch, parallel):
     monkeypatch.chdir(folder)
-    tasks = parse_eval_tasks(["problems.jsonl:reward=exact,prompt=question"])
+    tasks = parse_eval_tasks(["problems.jsonl:reward=gsm8k,prompt=question"])
     with pytest.raises(XtkError, match="--eval-tasks needs an unsharded student"):
         check_supports_eval_tasks(tasks, parse_parallel(parallel, 2))
     check_supports_eval_tasks(tasks, parse_parallel("dp=2", 2))
@@ -162,7 +162,7 @@ def test_eval_tasks_refuse_a_sharded_student(folder, monkeypatch, parallel):
 
 
 def test_invalid_eval_tasks_are_refused_before_training(train, folder, monkeypatch):
-    refused = train("never", "--eval-tasks", "problems.jsonl:reward=exact,prompt=nothing", code=1)
+    refused = train("never", "--eval-tasks", "problems.jsonl:reward=gsm8k,prompt=nothing", code=1)
     assert (
         "this document has no column nothing; its columns: question" in refused.stderr
     )  # "nothing" is the name of the requested column
@@ -170,16 +170,16 @@ def test_invalid_eval_tasks_are_refused_before_training(train, folder, monkeypat
     monkeypatch.chdir(folder)
     for text, message in [
         ("problems.jsonl", "--eval-tasks with a data file needs a reward"),
-        ("problems.jsonl:prompt=question,reward=exat", "did you mean exact?"),
+        ("problems.jsonl:prompt=question,reward=gsm8", "did you mean gsm8k?"),
         ("choose_sum:shots=5", "no option of --eval-tasks called 'shots'"),
         ("choose_sum:include_path=tasks,temperature=1", "applies only to problems"),
-        ("problems.jsonl:reward=exact,num_fewshot=1", "applies only to lm-evaluation-harness tasks"),
+        ("problems.jsonl:reward=gsm8k,num_fewshot=1", "applies only to lm-evaluation-harness tasks"),
         (
-            "problems.jsonl:reward=exact,prompt=question,num_generations=4",
+            "problems.jsonl:reward=gsm8k,prompt=question,num_generations=4",
             "num_generations=4 of --eval-tasks generates equal answers at temperature 0",
         ),
-        ("problems.jsonl:reward=exact,prompt=question,max_prompts=few", "max_prompts"),
-        ("problems.jsonl:reward=exact,prompt=question,chat_template_kwargs=[1]", "not a JSON object"),
+        ("problems.jsonl:reward=gsm8k,prompt=question,max_prompts=few", "max_prompts"),
+        ("problems.jsonl:reward=gsm8k,prompt=question,chat_template_kwargs=[1]", "not a JSON object"),
         ("run_sum:include_path=tasks", "executes generated code"),
     ]:
         with pytest.raises(XtkError) as raised:

@@ -155,7 +155,7 @@ def test_stop_conditions_are_met_above_or_below_their_threshold():
 def test_invalid_on_policy_options_are_refused(options):
     with pytest.raises(XtkError):
         OnPolicyConfig(**options)
-    assert OnPolicyConfig(reward_beta=1.0, rewards=(parse_reward("exact"),)).identity()["rewards"] == ["exact"]
+    assert OnPolicyConfig(reward_beta=1.0, rewards=(parse_reward("gsm8k"),)).identity()["rewards"] == ["gsm8k"]
 
 
 # --- runs
@@ -733,12 +733,12 @@ def test_turns_with_an_environment_train_only_the_students_tokens(pair, tmp_path
 
 def test_a_reward_that_can_score_no_row_is_refused_and_missing_scores_are_reported(pair, prompts, tmp_path):
     output = tmp_path / "out"
-    done = run(pair, prompts, output, "--max-steps", 1, "--reward", "exact:column=answr", code=1)
-    assert "--reward exact:column=answr cannot score any row of the data" in done.stderr
+    done = run(pair, prompts, output, "--max-steps", 1, "--reward", "gsm8k:column=answr", code=1)
+    assert "--reward gsm8k:column=answr cannot score any row of the data" in done.stderr
     assert "prompt, completion, answer" in done.stderr
     assert not output.exists()
     done = run_xtk(
-        "rollout", pair.student, prompts, "--reward", "exact:column=answr", "-o", tmp_path / "out.jsonl", code=1
+        "rollout", pair.student, prompts, "--reward", "gsm8k:column=answr", "-o", tmp_path / "out.jsonl", code=1
     )
     assert "cannot score any row of the data" in done.stderr
     (tmp_path / "own.py").write_text("def nothing(completion, prompt, row):\n    return None\n")
@@ -752,7 +752,7 @@ def test_invalid_on_policy_commands_are_refused(pair, prompts, tmp_path):
     assert "distill-on-policy needs --teacher" in done.stderr
     done = run(pair, prompts, output, "--num-generations", 3, "--max-steps", 1, code=1)
     assert "a multiple of --num-generations" in done.stderr
-    for option in (("--temperature", 0), ("--stop", "x"), ("--reward", "exact"), ("--no-scale-rewards",)):
+    for option in (("--temperature", 0), ("--stop", "x"), ("--reward", "gsm8k"), ("--no-scale-rewards",)):
         done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, *option, "-o", output, code=2)
         assert f"no option called {option[0]}" in done.stderr
     done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--devices", "rollout=0",

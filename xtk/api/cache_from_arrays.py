@@ -183,7 +183,9 @@ class CacheWriter:
         where = f"document {self._plan.num_documents}"
         if self._spool is None or self._is_closing:
             raise XtkError(
-                "this CacheWriter is closed", where=str(self.output), hint="create another one; or call close again"
+                "this CacheWriter is closed",
+                where=str(self.output),
+                hint="create another one; or call close() again if it failed",
             )
         arrays = _checked_arrays(tokens, top_ids, top_logprobs, observed_logprobs, entropy, where)
         scored = TeacherDocument(view, tokens, arrays_to_stored([tokens], arrays)[0])

@@ -33,8 +33,8 @@ class BuildProjectionOptions(CorpusOptions, ForceOption, JsonOption, QuietOption
     output: str = output_option("Output file (safetensors); nothing is added to its name.", "FILE")
     method: str = option(
         "multitoken",
-        "Method that maps student tokens without an identical teacher token; exact maps none. "
-        "docs/explanation/projection.md describes the methods.",
+        "exact: equal tokens only; first-token: first teacher token; multitoken: up to 4, falling weights. "
+        "partition: groups of tokens; cooccurrence: counts in --corpus; embedding: similar embeddings.",
         metavar="[exact|first-token|multitoken|partition|cooccurrence|embedding]",
     )
     special_tokens: str = option(
@@ -64,7 +64,7 @@ class BuildProjectionOptions(CorpusOptions, ForceOption, JsonOption, QuietOption
     )
     smoothing: float | None = option(
         None,
-        "With --method cooccurrence: weight of the first-token mapping, in observed spans. [default: 1]",
+        "With --method cooccurrence: pseudo-count of the first-token mapping, in spans. [default: 1]",
         show_default=False,
     )
     num_neighbors: int | None = option(

@@ -92,7 +92,7 @@ class CacheTeacherOptions(
     num_sample_sets: int = option(
         1, "With --support sample or top-k+sample: independent sample sets, used in turn by epoch.", min=1, max=1000
     )
-    seed: int = option(0, "Random seed of the sampled tokens.")
+    seed: int = option(0, "Random seed of the tokens that --support sample and top-k+sample draw.")
     precision: str = option(
         "standard",
         "Precision of stored log-probabilities: float32 is exact, the others are quantized. Maximum error in nats, "

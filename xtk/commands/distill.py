@@ -46,7 +46,7 @@ def distill_on_policy(options: OnPolicyDistillOptions) -> None:
 
     Examples:
         xtk distill-on-policy ./student prompts.jsonl --teacher ./teacher --num-generations 4 -o run
-        xtk distill-on-policy ./student gsm8k.jsonl --teacher ./teacher --reward exact -o run
+        xtk distill-on-policy ./student gsm8k.jsonl --teacher ./teacher --reward gsm8k -o run
     """
     _distill(options)
 

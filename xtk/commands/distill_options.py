@@ -140,8 +140,8 @@ class DistillOptions(
     )
     eval_data: tuple[str, ...] = option(
         (),
-        "Held-out documents, for bits per byte and CE; or caches of them, one per teacher: repeat it. Caches add "
-        "all losses and the top-1 agreement with the teachers.",
+        "Held-out documents, for bits per byte and CE; or a cache of them per teacher (repeat the option). Caches "
+        "add all losses and the top-1 agreement with the teachers.",
         metavar="DATA|CACHE",
         is_path=True,
         effect=INPUTS,
@@ -149,7 +149,7 @@ class DistillOptions(
     eval_tasks: tuple[str, ...] = option(
         (),
         "Problems or tasks evaluated during training, with options of evaluate-answers or evaluate-tasks. Repeatable. "
-        "Examples: test.jsonl:reward=exact,max_prompts=200 and arc_easy:max_prompts=200.",
+        "Examples: test.jsonl:reward=gsm8k,max_prompts=200 and arc_easy:max_prompts=200.",
         metavar="DATA:reward=REWARD[,KEY=VALUE,...]|TASK[=FOLDER],...[:KEY=VALUE,...]",
         effect=REPORTING,
     )

@@ -49,7 +49,7 @@ class EvaluateAnswersOptions(SamplingOptions, PromptOptions, CorpusOptions, Eval
     )
     reward: str = option(
         REQUIRED,
-        "Score of an answer: exact, boxed, regex, json, tests or a Python function. "
+        "Score of an answer: gsm8k (answer after ####), boxed, regex, json, tests or a Python function. "
         "docs/reference/rewards.md lists the options.",
         metavar="NAME[:KEY=VALUE,...]|FILE.py:FUNCTION",
     )
@@ -73,8 +73,8 @@ def evaluate_answers(options: EvaluateAnswersOptions) -> None:
     """Generate answers to problems, and score them with a reward.
 
     Examples:
-        xtk evaluate-answers ./student gsm8k.jsonl --reward exact --compare-to ./baseline
-        xtk evaluate-answers ./student gsm8k.jsonl --reward exact --num-generations 4 --temperature 1
+        xtk evaluate-answers ./student gsm8k.jsonl --reward gsm8k --compare-to ./baseline
+        xtk evaluate-answers ./student gsm8k.jsonl --reward gsm8k --num-generations 4 --temperature 1
     """
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.engines.backend import BackendConfig, backend_options

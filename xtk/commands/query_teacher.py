@@ -27,7 +27,8 @@ class QueryTeacherOptions(CorpusOptions, ServiceOptions, JsonOption, QuietOption
 def query_teacher(options: QueryTeacherOptions) -> None:
     """Store answers of a service with their log-probabilities.
 
-    The service needs an OpenAI interface with log-probabilities. cache import makes a teacher cache from the file.
+    A service is an API with an OpenAI interface and log-probabilities (for an own vLLM server: cache-teacher
+    --backend server). cache import makes a teacher cache from the file.
 
     Examples:
         xtk query-teacher https://api.example.com/v1#model prompts.jsonl --api-key-env KEY -o answers.jsonl

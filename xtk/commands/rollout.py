@@ -21,6 +21,7 @@ from xtk.options.declaration import (
     option,
     options_of,
     output_option,
+    redeclared,
 )
 from xtk.options.shared import (
     MAX_COUNT,
@@ -95,6 +96,11 @@ class RolloutOptions(
         "Data with a prompt, text (all of it is the prompt) or messages (the last answer is dropped). - reads rows "
         "or a path from standard input.",
         metavar="PROMPTS...",
+    )
+    route_column: str = redeclared(
+        DocumentColumnOptions,
+        "route_column",
+        help="Data column that names each prompt's teacher, copied to the output. For --combine-teachers route.",
     )
     output: str = output_option("Output file, one rollout per line as JSON.", "FILE.jsonl")
     num_generations: int = option(1, "Number of rollouts per prompt.", min=1, max=MAX_GENERATIONS)

@@ -97,7 +97,7 @@ class AnswerScores:
         if not both.any():
             raise XtkError(
                 "--reward scored no problem for both models, so they cannot be compared",
-                hint="check that a column has the expected answers, and name it: --reward exact:column=NAME",
+                hint="check that a column has the expected answers, and name it: --reward gsm8k:column=NAME",
             )
         return Estimate.mean_of(self.scores[both].mean(axis=1) - other.scores[both].mean(axis=1))
 

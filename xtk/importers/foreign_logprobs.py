@@ -146,7 +146,9 @@ def _read_trl(record: Mapping[str, Any]) -> ListedRow:
     if observed is not None:
         values = to_array("actual_logprobs", observed, np.float64, "").reshape(-1)
         if len(values) != len(completion):
-            raise ValueError("actual_logprobs has not one value per token of the completion")
+            raise ValueError(
+                f"actual_logprobs must have one value per token (it has {len(values)} for {len(completion)} tokens)"
+            )
         for at, (token, value) in enumerate(zip(completion, values, strict=True)):
             listed = lists[at]
             if listed is not None and token not in listed[0] and np.isfinite(value):

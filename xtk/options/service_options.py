@@ -1,4 +1,4 @@
-"""Options of `xtk query-teacher` that the client of a service reads."""
+"""Options of `xtk query-teacher` for a service: an API with an OpenAI interface that its provider runs."""
 
 from __future__ import annotations
 

@@ -153,8 +153,8 @@ class RewardOptions:
 
     reward: tuple[str, ...] = option(
         (),
-        "Reward of a completion: exact, boxed, regex, json, tests or a Python function. Repeatable: weighted sum; "
-        "docs/reference/rewards.md lists the options.",
+        "Reward of a completion: gsm8k (answer after ####), boxed, regex, json, tests or a Python function. "
+        "Repeatable: weighted sum; docs/reference/rewards.md lists the options.",
         metavar="NAME[:KEY=VALUE,...]|FILE.py:FUNCTION",
     )
     scale_rewards: bool = option(True, "Divide advantages by the prompt's standard deviation of rewards, as in GRPO.")
@@ -169,11 +169,12 @@ class RewardOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Servers of a backend."""
+    """Servers of a backend: vLLM or SGLang servers that the user runs."""
 
     server: tuple[str, ...] = option(
         (),
-        "With --backend server: server URL such as http://localhost:8000/v1, or URL#MODEL. Repeatable.",
+        "With --backend server: server URL such as http://localhost:8000/v1, or URL#MODEL. Repeat it to spread "
+        "requests over equal servers.",
         metavar="URL",
     )
     concurrency: int = option(

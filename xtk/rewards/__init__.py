@@ -7,8 +7,9 @@ a field that it needs.
 
 from __future__ import annotations
 
+RENAMED_REWARDS = {"exact": "gsm8k"}  # for one version an earlier name answers with the new one
 REWARDS = {
-    "exact": "xtk.rewards.exact_answer:ExactReward",
+    "gsm8k": "xtk.rewards.gsm8k_answer:Gsm8kReward",
     "boxed": "xtk.rewards.boxed_answer:BoxedReward",
     "regex": "xtk.rewards.regex_and_json:RegexReward",
     "json": "xtk.rewards.regex_and_json:JsonReward",

@@ -42,7 +42,7 @@ _FIRST = 120.0  # seconds, includes the import of the library
 class BoxedReward:
     r"""boxed: 1 if the content of the last `\boxed{...}` or `\fbox{...}` equals the reference, else 0.
 
-    Numbers are compared as in `exact`, but units must be words or LaTeX text: `3x` is not 3. Words are compared as
+    Numbers are compared as in `gsm8k`, but units must be words or LaTeX text: `3x` is not 3. Words are compared as
     strings. Other answers with `compare=math` (the default): as formulas, by math-verify
     (`pip install '.[maths]'` in xtk's repository), in a subprocess with a time limit of `seconds` per comparison,
     after which the score is 0; with `compare=strings`: as strings, ignoring markup. Both ignore case, as math-verify

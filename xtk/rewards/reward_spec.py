@@ -16,7 +16,7 @@ from xtk.errors import XtkError, path_exists
 from xtk.files.atomic_files import sha256_of_file
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.spec_parsing import OptionSpec, from_pairs, option_names, parse_pairs, parse_weight
-from xtk.rewards import REWARDS
+from xtk.rewards import RENAMED_REWARDS, REWARDS
 from xtk.user_code import load_user_object, user_code_errors
 
 RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
@@ -70,12 +70,15 @@ def paths_as_checksums(text: str) -> str:
 
 
 def parse_reward(text: str) -> RewardSpec:
-    """Parse `exact`, `boxed:weight=0.5`, `score.py:polite`, ....
+    """Parse `gsm8k`, `boxed:weight=0.5`, `score.py:polite`, ....
 
     A comma separates options only before a known option name and `=`, so patterns may contain commas.
     """
     own = _FUNCTION.fullmatch(text)
     name, options = (own["place"], own["options"] or "") if own else text.partition(":")[::2]
+    if name in RENAMED_REWARDS:
+        new = f"{RENAMED_REWARDS[name]}{text.removeprefix(name)}"
+        raise XtkError(f"the reward {name} is now called {RENAMED_REWARDS[name]}", hint=f"--reward {new}")
     if not own and name not in REWARDS:
         raise unknown_name_error("reward", name, [*REWARDS, "FILE.py:FUNCTION"])
     known = ["weight", *([] if own else option_names(load_registered(REWARDS, name, "reward")))]

@@ -101,7 +101,7 @@ class OnPolicyConfig(OnPolicyOptions):
         if self.max_turns < 1:
             raise XtkError(f"--max-turns is {self.max_turns}, but must be at least 1", hint="use --max-turns 1 or more")
         if self.reward_beta and not self.rewards:
-            raise XtkError("--reward-beta needs --reward", hint="add for example --reward exact")
+            raise XtkError("--reward-beta needs --reward", hint="add for example --reward gsm8k")
         backend = self.backend_class
         if self.devices and not backend.needs_subprocess(self.engine):
             able = backends_with(GENERATORS, lambda one: one.needs_subprocess({}))

@@ -322,7 +322,7 @@ class OnPolicyLoop(TeacherBlocks):
         size = on_policy.num_generations
         by_document = {rollout.prompt * size + rollout.sample: rollout for rollout in stored_rollouts}
         if len(stored_rollouts) != len(by_document) or len(stored_rollouts) != len(epochs) * on_policy.num_generations:
-            raise self._corrupt_batch_error("the stored rollouts are not those of these steps", str(folder), block)
+            raise self._corrupt_batch_error("the stored rollouts are incomplete or corrupt", str(folder), block)
         weights = dict.fromkeys(by_document, 1.0)
         for step in on_policy_steps:
             numbers = [number for number in dict.fromkeys(self._order.documents_of_step(step)) if number in by_document]

@@ -173,7 +173,7 @@ EvalTask = RewardProblems | HarnessEvalTasks  # `names` are the prefixes of its 
 
 
 def parse_eval_task(text: str) -> EvalTask:
-    """Return the task of an --eval-tasks value: `gsm8k,mmlu=FOLDER:num_fewshot=5` or `FILE.jsonl:reward=exact`.
+    """Return the task of an --eval-tasks value: `gsm8k,mmlu=FOLDER:num_fewshot=5` or `FILE.jsonl:reward=gsm8k`.
 
     A comma separates options only before an option name and `=`, so that rewards and templates may contain commas.
     """
@@ -203,7 +203,7 @@ def parse_eval_task(text: str) -> EvalTask:
         raise XtkError(
             "--eval-tasks with a data file needs a reward that scores the answers",
             where=place,
-            hint=f"use {place}:reward=exact",
+            hint=f"use {place}:reward=gsm8k",
         )
     return HarnessEvalTasks(place, own)
 
@@ -218,7 +218,7 @@ def parse_eval_tasks(texts: Sequence[str]) -> tuple[EvalTask, ...]:
     if twice is not None:
         raise XtkError(
             f"two --eval-tasks have the name {twice}",
-            hint="remove one of them, or name one that has reward= differently: FILE:reward=REWARD,name=ANOTHER",
+            hint="remove one, or rename one: FILE:reward=REWARD,name=OTHER",
         )
     return tasks
 

@@ -1,4 +1,4 @@
-"""Cells of teacher tokens that the projection maps: shared by the losses of one tokenizer and of a projection."""
+"""Comparison on the teacher tokens that the projection maps: each is a cell, one outcome; all others the remainder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cells of tokens that both vocabularies have: both distributions are divided by their mass on these tokens."""
+"""Comparison on tokens that both vocabularies have, the cells: both distributions are divided by their mass there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Numba kernels of projected cells; they release the GIL. The tests contain a slow reference of `fill_cells`."""
+"""Numba kernels for cells (outcomes) that are mapped teacher tokens; they release the GIL.
+
+The tests contain a slow reference of `fill_cells`.
+"""
 
 from __future__ import annotations
 

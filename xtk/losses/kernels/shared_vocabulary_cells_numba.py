@@ -1,4 +1,4 @@
-"""Numba kernel of shared-vocabulary cells; it releases the GIL. The tests contain a slow reference implementation."""
+"""Numba kernel for cells (outcomes) that are tokens of both vocabularies; tested against a slow reference."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class RegionWeights:
         for name, weight in (weights or {}).items():
             if not self.weights[_region_index(name)]:
                 raise XtkError(
-                    f"--region-weights has a weight of {name}, which is not trained",
+                    f"--region-weights sets a weight for the region {name!r}, but --train-on leaves it out",
                     hint=f"add {name} to --train-on, or remove its weight",
                 )
             self.weights[_region_index(name)] = weight
@@ -108,7 +108,7 @@ class RegionWeights:
         for name, bound in (advantage_bounds or {}).items():
             if not self.weights[_region_index(name)]:
                 raise XtkError(
-                    f"--advantage-clip has a bound of {name}, which is not trained",
+                    f"--advantage-clip sets a bound for the region {name!r}, but --train-on leaves it out",
                     hint=f"add {name} to --train-on, or remove its bound",
                 )
             self.advantage_bounds[_region_index(name)] = bound

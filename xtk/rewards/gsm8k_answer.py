@@ -1,4 +1,4 @@
-"""Reward `exact`: compares the answer after `####` with the reference."""
+"""Reward `gsm8k`: compares the answer after `####` with the reference."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from xtk.rewards.answer_parsing import answer_after_hashes, answers_match, last_
 
 
 @dataclass(frozen=True)
-class ExactReward:
-    """exact: 1 if the answer after the last `####` equals the reference, else 0 (GSM8K).
+class Gsm8kReward:
+    """gsm8k: 1 if the answer after the last `####` equals the reference, else 0, as in GSM8K.
 
     Numbers are compared by value: `1,234` is `1234`, `$18` is `18.00`, `0.5` is `1/2`, `10%` is `10`, `2 million` is
     `2000000`, `x = 18` and a box of 18 are `18`, and a unit after the number is ignored. Other answers are compared as
