@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.completion import completion_init  # type: ignore[attr-defined]
 from typer.core import TyperGroup
 
 from xtk import __version__, terminal
@@ -19,6 +20,7 @@ from xtk.commands.build_projection import build_projection
 from xtk.commands.cache import export_cache, import_cache, merge, verify
 from xtk.commands.cache_teacher import cache_teacher
 from xtk.commands.command_from_options import Command, build_command, short_help
+from xtk.commands.completion import COMPLETION_VARIABLE, completion
 from xtk.commands.distill import distill, distill_on_policy
 from xtk.commands.doctor import doctor
 from xtk.commands.evaluate import evaluate
@@ -71,14 +73,15 @@ COMMANDS: dict[str, Command] = {
     "align": align,
     "inspect": inspect,
     "doctor": doctor,
+    "completion": completion,
 }
 GROUPS = {"cache": "Merge, import, export or verify teacher caches."}
 # The headings of `xtk --help`; a command of none would not be listed, which a test checks.
 TOPICS = {
-    "Start": ("quickstart", "doctor", "align", "inspect"),
+    "Start": ("quickstart", "doctor", "align", "inspect", "completion"),
     "Teacher": ("cache-teacher", "query-teacher", "cache"),
     "Train": ("distill", "distill-on-policy", "rollout", "sweep"),
-    "Evaluate and publish": ("evaluate", "evaluate-answers", "evaluate-tasks", "report", "export"),
+    "Evaluate and publish": ("evaluate", "evaluate-answers", "evaluate-tasks", "evaluate-draft", "report", "export"),
     "Vocabularies": ("build-projection", "prune-projection", "transplant"),
 }
 
@@ -180,7 +183,9 @@ def run_command(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, _raise_terminated)
     if sys.stdin is not None and hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    if {"-h", "--help", HELP_ALL}.isdisjoint(arguments):
+    if COMPLETION_VARIABLE in os.environ:
+        completion_init()
+    elif {"-h", "--help", HELP_ALL}.isdisjoint(arguments):
         terminal.redirect_stdout_to_stderr()
     try:
         command = typer.main.get_command(app)

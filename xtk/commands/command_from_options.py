@@ -112,6 +112,9 @@ def _annotation(kind: type, field: dataclasses.Field[Any], declared: Option) -> 
         type_, default = (list[str], default) if default is dataclasses.MISSING else (list[str] | None, None)
     details: dict[str, Any] = {"help": declared.help, "show_default": declared.show_default}
     details["metavar"] = declared.metavar or (f"[{'|'.join(declared.choices)}]" if declared.choices else None)
+    if declared.choices:
+        choices = declared.choices  # the parameter's name is typer's
+        details["autocompletion"] = lambda incomplete: [name for name in choices if name.startswith(incomplete)]
     if type_ in (int, int | None):
         details |= {"min": declared.min, "max": declared.max}
     if default is dataclasses.MISSING:

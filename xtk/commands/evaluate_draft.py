@@ -51,6 +51,10 @@ class EvaluateDraftOptions(
 ):
     """Options of `xtk evaluate-draft`."""
 
+    MAIN_OPTIONS = (
+        "num_draft_tokens", "max_completion_length", "temperature", "max_prompts", "columns", "apply_chat_template",
+        "cost_ratios", "dtype", "html", "as_json",
+    )  # fmt: skip
     HEADINGS = (
         Heading("Prompts", (CorpusOptions, "max_prompts", PromptOptions)),
         Heading("Generation", ("num_draft_tokens", "max_completion_length", "temperature", "top_p", "top_k", "seed")),

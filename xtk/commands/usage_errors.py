@@ -35,6 +35,8 @@ ACCEPTED_KINDS: dict[str, tuple[tuple[str, ...], str]] = {
     "MODEL": (_MODELS, "a model"),
     "TEACHER": (_MODELS, "a model"),
     "TOKENIZER": (_MODELS, "a model or tokenizer"),
+    "DRAFT": (_MODELS, "a model"),
+    "TARGET": (_MODELS, "a model"),
     "CACHE": ((CACHE, *_DATA), "a teacher cache or data"),
     "DATA": ((CACHE, *_DATA), "data"),
     "DATA|CACHE": ((CACHE, *_DATA), "data or a teacher cache"),

@@ -144,7 +144,7 @@ def flag(name: str) -> str:
 def check_options(options: Any) -> None:
     """Check the limits and choices of all options of a dataclass."""
     for field, declared in declared_options(type(options)):
-        value, name = getattr(options, field.name), flag(field.name)
+        value, name = getattr(options, field.name), declared.metavar if declared.is_argument else flag(field.name)
         if declared.choices and value not in declared.choices:
             raise unknown_name_error(f"value of {name}", value, declared.choices)
         if isinstance(value, int | float) and not isinstance(value, bool) and not declared.allows(value):
