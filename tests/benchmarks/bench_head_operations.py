@@ -47,7 +47,7 @@ def operations_per_chunk(names: tuple[str, ...]) -> Counter[str]:
 
 def main() -> None:
     """Count and print; with `--names`, the operations of each objective."""
-    fused_head._compute_dtype = lambda states, weight: torch.bfloat16
+    fused_head.compute_dtype = lambda states, weight: torch.bfloat16
     rows = []
     for names in OBJECTIVES:
         counts = operations_per_chunk(names)

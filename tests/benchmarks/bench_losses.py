@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measurement import DATA, median_seconds, real_data, report
+from measurement import DATA, cpu_seconds, real_data, report
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -276,8 +276,8 @@ def measure_cells(options: argparse.Namespace) -> list[Row]:
     bench, loader_seconds = LossBenchmark(1000), {}
     for name in options.losses:
         cells: list[LossCells] = []
-        seconds = median_seconds(lambda name=name, cells=cells: cells.append(bench.cells(name)), 3)
-        size = f"{cells[-1].num_items} items, {len(cells[-1].rows)} entries"
+        seconds = cpu_seconds(lambda name=name, cells=cells: cells.append(bench.cells(name)), 9)
+        size = f"{cells[-1].num_items} items, {int(cells[-1].entry_offsets[-1])} entries"
         loader_seconds[name] = seconds
         rows.append((f"{name}, loader, 1,000 student tokens", f"{1e3 * seconds:.1f} ms ({size})", ""))
     others = [name for name in options.losses if name not in (*SORTED, *COMPARED, "ce")]

@@ -108,8 +108,8 @@ def reference_cells_loss(cells: LossCells, probs_NV: Tensor, divergence: Referen
             )
         if isinstance(cells, EventSetCells):
             for set_index in range(cells.set_offsets[item], cells.set_offsets[item + 1]):
-                tokens = cells.sorted_token_ids[cells.firsts[set_index] : cells.stops[set_index]]
-                set_prob = probs_NV[cells.first_rows[item]][tokens.long()].sum()
+                tokens = cells.sorted_token_ids.values[cells.firsts[set_index] : cells.stops[set_index]]
+                set_prob = probs_NV[cells.first_rows[item]][tokens.astype(np.int64)].sum()
                 total = total - float(cells.set_masses[set_index]) * set_prob.log()
         if isinstance(cells, SortedProbCells):
             total = total + _sorted_difference(cells, item, prefix_prob, probs_NV)
@@ -130,7 +130,7 @@ def _shared_token_divergence(
             tokens = range(cells.unit_token_offsets[unit], cells.unit_token_offsets[unit + 1])
             logprobs = [probs_NV[cells.unit_rows[index], cells.unit_tokens[index]].log() for index in tokens]
             units.append((float(cells.unit_probs[unit]), (sum(logprobs) / len(logprobs)).exp()))
-    shared_tokens = set(cells.paired_tokens.tolist())
+    shared_tokens = set(cells.paired_tokens.values.tolist())
     probs = probs_NV[cells.first_rows[item]]
     return _divergence_over_candidates(
         shared_probs, float(cells.remainder_probs[item]), shared_tokens, probs, cells.top_k, divergence, units, 1.0
@@ -149,7 +149,7 @@ def surrogate(
 
 def _sorted_difference(cells: SortedProbCells, item: int, prefix_prob: Tensor, probs_NV: Tensor) -> Tensor:
     t = cells.rank_probs[cells.rank_offsets[item] : cells.rank_offsets[item + 1]].tolist()
-    excluded = set() if cells.excluded_tokens is None else set(cells.excluded_tokens.tolist())
+    excluded = set() if cells.excluded_tokens is None else set(cells.excluded_tokens.values.tolist())
     kept = [token for token in range(probs_NV.shape[1]) if token not in excluded]
     s = list((prefix_prob * probs_NV[cells.rank_rows[item]][kept]).sort(descending=True).values)
     remainder = sum(s[len(t) :], torch.zeros((), dtype=torch.float64))
@@ -166,9 +166,13 @@ def sorted_l1(teacher_probs: Sequence[float], student_probs: Sequence[Tensor]) -
 
 
 def _entry_sum(cells: LossCells, cell: int, probs_NV: Tensor) -> Tensor:
-    entries = range(cells.entry_offsets[cell], cells.entry_offsets[cell + 1])
+    entries, _ = cells.cell_entries(torch.float64)
     return sum(
-        (probs_NV[cells.rows[e], cells.tokens[e]] * math.exp(cells.log_weights[e]) for e in entries),
+        (
+            probs_NV[entries.rows[e], entries.tokens[e]]
+            * (1 if entries.log_weights is None else math.exp(entries.log_weights[e]))
+            for e in range(cells.entry_offsets[cell], cells.entry_offsets[cell + 1])
+        ),
         torch.zeros((), dtype=torch.float64),
     )
 
@@ -181,7 +185,7 @@ def _condition_on_bytes(cells: LossCells, item: int, student_probs: list[Tensor]
     first = cells.cell_offsets[item] + 2 * item
     ended, in_no_cell, *continued = (
         sum(
-            (probs[cells.sorted_token_ids[cells.firsts[run] : cells.stops[run]]].sum() for run in range(*group)),
+            (probs[cells.sorted_token_ids.values[cells.firsts[run] : cells.stops[run]]].sum() for run in range(*group)),
             torch.tensor(0.0),
         )
         for group in itertools.pairwise(cells.run_offsets[first : first + len(student_probs) + 3].tolist())

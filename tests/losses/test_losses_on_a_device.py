@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from reference_losses import random_case
@@ -14,8 +16,9 @@ from torch import Tensor
 
 from xtk.losses import LOSSES
 from xtk.losses.head import fused_loss
-from xtk.models.output_head import HeadAdapter, OutputHead
+from xtk.models.output_head import HeadAdapter, OutputHead, compute_token_logprobs
 from xtk.parallel.host_to_device import to_device
+from xtk.projection.vocabulary_array import VocabularyArray
 
 CPU = torch.device("cpu")
 
@@ -55,7 +58,7 @@ def test_products_of_bf16_matrices_are_not_rounded_on_a_gpu(name, monkeypatch):
     states, weight = (tensor.bfloat16().float() for tensor in (case.states, case.weight))
 
     def value_and_gradients(device: torch.device, dtype: torch.dtype, compute: torch.dtype) -> list[Tensor]:
-        monkeypatch.setattr("xtk.losses.head._compute_dtype", lambda states, weight: compute)
+        monkeypatch.setattr("xtk.losses.head.compute_dtype", lambda states, weight: compute)
         leaves = [to_device(tensor.to(dtype), device).detach().requires_grad_() for tensor in (states, weight)]
         total, _ = fused_loss(leaves[0], OutputHead(leaves[1]), [cells_of(name, case).to(device, 0.5)], 7,
                               has_unit_gradient=True)  # fmt: skip
@@ -71,6 +74,43 @@ def test_products_of_bf16_matrices_are_not_rounded_on_a_gpu(name, monkeypatch):
         assert (gradient - exact_gradient).norm() < 0.01 * exact_gradient.norm()
     assert cuda.operations["aten.addmm.dtype_out"] == 2 * cuda.operations["aten.mm.dtype_out"] > 0
     assert not cuda.operations["aten.mm.default"]
+
+
+def test_log_probabilities_under_autocast_have_the_products_of_training_on_a_gpu(monkeypatch):
+    case = random_case(3, K=6)
+    states, weight = (tensor.bfloat16().float() for tensor in (case.states, case.weight))
+    targets = torch.arange(len(states)) % len(weight)
+    exact, _ = compute_token_logprobs(states.double(), OutputHead(weight.double()), targets)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    for device in (CUDA, CPU):
+        with SimulatedCuda() as cuda:
+            head = OutputHead(to_device(weight, device))
+            found, _ = compute_token_logprobs(to_device(states, device), head, to_device(targets, device))
+            found = to_host(found)
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+        assert bool(cuda.operations["aten.mm.dtype_out"]) == (device == CUDA)
+        assert not cuda.operations["aten.mm.default"]
+
+
+@pytest.mark.parametrize("name", ["byte-kl", "escd", "gold", "strict"])
+def test_arrays_of_the_vocabularies_are_copied_to_a_device_once(name):
+    case = random_case(3, K=6)
+    (states, weight), copies = (case.states.float(), case.weight.float()), []
+    with SimulatedCuda() as cuda:
+        inputs = to_device(states, CUDA), OutputHead(to_device(weight, CUDA))
+        for _ in range(3):  # micro-batches
+            cells = cells_of(name, case)
+            arrays = [one for field in dataclasses.fields(cells)
+                      if isinstance(one := getattr(cells, field.name), VocabularyArray)]  # fmt: skip
+            cuda.pinned.clear()
+            fused_loss(*inputs, [cells.to(CUDA, 1.0)], 7)
+            sizes = {(len(one), one.values.dtype.itemsize) for one in arrays}
+            copies.append([(one.numel(), one.element_size()) for one in cuda.pinned.values()])
+            assert {one.copies[CUDA].device for one in arrays} == {CUDA}
+    assert len(copies[0]) - len(copies[1]) == len(arrays)
+    assert copies[1] == copies[2]
+    assert sizes <= set(copies[0])
 
 
 def test_all_classes_of_cells_are_tested():

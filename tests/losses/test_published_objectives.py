@@ -20,6 +20,7 @@ from xtk.losses.spec import parse_losses
 from xtk.losses.term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.projection.projection import ProjectionColumns, SparseProjection
+from xtk.projection.vocabulary_array import VocabularyArray
 from xtk.projection.vocabulary_byte_partition import BytePartition
 
 STUDENT = [b"", b"Br", b"ead", b"eads", b"eak", b"Cat", b"x"]
@@ -169,7 +170,7 @@ def test_simct_of_the_published_example():
         log_weights=np.zeros(1, np.float32),
         row_counts=np.array([2]),
         remainder_probs=np.zeros(1),
-        paired_tokens=np.array([CAT], np.int32),
+        paired_tokens=VocabularyArray(np.array([CAT], np.int32)),
         unit_offsets=np.array([0, 3]),
         unit_token_offsets=np.array([0, 2, 4, 6]),
         unit_rows=np.array([0, 1, 0, 1, 0, 1], np.int32),

@@ -62,7 +62,7 @@ def test_characters_are_paired_as_both_tokenizers_emit_them(request, kind, stude
     assert {text: int(partners[teacher_tokens[text]]) for text in shared} == {
         text: student_tokens[text] for text in shared
     }
-    assert {student_tokens[text] for text in shared} <= set(space.pairs.paired_students.tolist())
+    assert {student_tokens[text] for text in shared} <= set(space.pairs.paired_students.values.tolist())
     assert np.unique(partners[partners >= 0]).size == len(space.pairs.paired_students)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from xtk_processes import run_xtk
 
 from xtk.commands.cache_teacher import CacheTeacherOptions, _cache_request
-from xtk.commands.distill import read_configs, with_resolved_precision
+from xtk.commands.distill import read_configs, with_resolved_defaults
 from xtk.commands.distill_options import DistillOptions, OnPolicyDistillOptions
 from xtk.commands.recorded_run_options import recipe_options
 from xtk.losses.spec import parse_losses
@@ -89,15 +89,36 @@ def test_a_gpu_without_bf16_trains_in_float32(gpu, monkeypatch):
 def test_the_recipe_has_what_auto_stood_for(pair, corpus, gpu):
     common = {"student": str(pair.student), "cache": (str(corpus),), "output": "out", "teacher": (str(pair.teacher),)}
     options = OnPolicyDistillOptions(**common)
-    _, recipe, _ = read_configs(options)
-    assert recipe_options(with_resolved_precision(options, recipe))["rollout_dtype"] == "auto"  # only vLLM has one
+    _, *configs = read_configs(options)
+    assert recipe_options(with_resolved_defaults(options, *configs))["rollout_dtype"] == "auto"  # only vLLM has one
     options = OnPolicyDistillOptions(**common, rollout_backend="vllm")
-    _, recipe, _ = read_configs(options)
-    kept = recipe_options(with_resolved_precision(options, recipe))
+    _, *configs = read_configs(options)
+    kept = recipe_options(with_resolved_defaults(options, *configs))
     assert (kept["mixed_precision"], kept["max_batch_tokens"], kept["rollout_dtype"]) == ("bf16", 16384, "bfloat16")
     options = DistillOptions(**common, mixed_precision="no")
-    _, recipe, _ = read_configs(options)
-    assert recipe_options(with_resolved_precision(options, recipe))["mixed_precision"] == "no"
+    _, *configs = read_configs(options)
+    assert recipe_options(with_resolved_defaults(options, *configs))["mixed_precision"] == "no"
+
+
+@pytest.mark.parametrize(("cores", "processes", "workers"), [(16, 1, 4), (16, 4, 2), (5, 1, 3), (2, 1, 0), (8, 8, 0)])
+def test_a_run_on_a_gpu_has_loader_processes_as_the_cores_allow(corpus, pair, gpu, monkeypatch, cores, processes,
+                                                                workers):  # fmt: skip
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    common = {"student": str(pair.student), "cache": (str(corpus),), "output": "out", "num_processes": processes}
+
+    def resolved(**others):
+        options = DistillOptions(**common, **others)
+        _, *configs = read_configs(options)
+        kept = recipe_options(with_resolved_defaults(options, *configs))["dataloader_num_workers"]
+        assert kept == configs[1].dataloader_num_workers
+        assert "dataloader_num_workers" not in configs[0].identity(1)  # a run resumes on a machine with other cores
+        return kept
+
+    assert resolved() == workers
+    assert resolved(dataloader_num_workers=1) == 1
+    assert resolved(teacher=(str(pair.teacher),)) == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolved() == 0
 
 
 def test_a_run_on_a_cpu_states_float32_in_its_recipe(pair, corpus, tmp_path):
@@ -105,7 +126,7 @@ def test_a_run_on_a_cpu_states_float32_in_its_recipe(pair, corpus, tmp_path):
     assert "1 process on cpu" in done.stderr
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
     assert recipe["mixed_precision"] == recipe["identity"]["mixed_precision"] == "no"
-    assert recipe["max_batch_tokens"] == 0
+    assert recipe["max_batch_tokens"] == recipe["dataloader_num_workers"] == 0
 
 
 def test_the_first_line_names_the_gpu_and_the_precision(monkeypatch):

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import os
+import queue
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +20,12 @@ from xtk import terminal
 from xtk.batches.micro_batches import BatchBuilder, BatchSampler, MicroBatch, prefetch_in_thread
 from xtk.errors import XtkError
 from xtk.losses.cells.loss_cells import LossCells
+from xtk.projection.vocabulary_array import VocabularyArray
 from xtk.subprocesses import die_with_parent
 from xtk.writable_cache_folders import shared_memory_is_writable
 
 PREFETCH_STEPS = 2  # per worker process
+MAX_SHUTDOWN_SECONDS = 30  # for what a worker sends while a run ends
 
 
 @dataclass(frozen=True)
@@ -91,11 +95,53 @@ def _by_processes(make: StepBatchBuilder, steps: range, workers: int) -> Iterato
         worker_init_fn=functools.partial(_start_worker, os.getpid()),
         generator=torch.Generator(),  # without it the loader advances the global generator
     )
-    for made in loader:
+    arrays: dict[str, VocabularyArray] = {}  # those that workers have sent, by digest
+
+    def known(array: VocabularyArray | _SentArray) -> VocabularyArray:
+        return arrays[array.digest] if isinstance(array, _SentArray) else arrays.setdefault(array.digest, array)
+
+    def received(made: list[MicroBatch] | XtkError) -> list[MicroBatch]:
         if isinstance(made, XtkError):
             raise made
         batches = [_with_terms(batch, np.ndarray, torch.from_numpy) for batch in made]
-        yield [pinned(batch) for batch in batches] if make.pins else batches
+        batches = [_with_terms(batch, (VocabularyArray, _SentArray), known) for batch in batches]
+        return [pinned(batch) for batch in batches] if make.pins else batches
+
+    # The iterator begins here: torch reports killed workers only to the main thread.
+    yield from _receive_in_thread(iter(loader), received, len(steps))
+
+
+def _receive_in_thread(messages: Any, convert: Callable[[Any], list[MicroBatch]], count: int) -> Iterator[Any]:
+    """Yield converted messages of a DataLoader's iterator, each received while the previous one is used.
+
+    A thread of an executor would be waited for when the process ends. That of a killed worker may wait for ever: for
+    the rest of a message.
+    """
+    requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    replies: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def receive() -> None:
+        while requests.get():
+            try:
+                replies.put((convert(next(messages)), None))
+            except BaseException as failure:  # raised where the batch is used
+                replies.put((None, failure))
+
+    thread = threading.Thread(target=receive, name="xtk-batches", daemon=True)
+    thread.start()
+    try:
+        requests.put(True)
+        for number in range(count):
+            batches, failure = replies.get()
+            if failure is not None:
+                raise failure
+            requests.put(number + 1 < count)
+            yield batches
+    finally:
+        requests.put(False)
+        thread.join(MAX_SHUTDOWN_SECONDS)
+        if thread.is_alive():
+            messages._shutdown_workers()  # else done when the iterator is deleted, which the thread prevents
 
 
 @contextlib.contextmanager
@@ -114,16 +160,34 @@ def report_killed_workers() -> Iterator[None]:
 
 
 class _Steps(torch.utils.data.Dataset[Any]):
-    """Micro-batches by step number, sent as NumPy arrays: each tensor would take a file descriptor."""
+    """Micro-batches by step number, sent as NumPy arrays: each tensor would take a file descriptor.
+
+    Arrays of the vocabularies are sent once.
+    """
 
     def __init__(self, make: StepBatchBuilder) -> None:
         self._make = make
+        self._sent: set[str] = set()  # digests
 
     def __getitem__(self, step: int) -> list[MicroBatch] | XtkError:
         try:
-            return [_with_terms(batch, torch.Tensor, torch.Tensor.numpy) for batch in self._make(step)]
+            batches = [_with_terms(batch, torch.Tensor, torch.Tensor.numpy) for batch in self._make(step)]
         except XtkError as failure:
             return failure
+        return [_with_terms(batch, VocabularyArray, self._send) for batch in batches]
+
+    def _send(self, array: VocabularyArray) -> VocabularyArray | _SentArray:
+        if array.digest in self._sent:
+            return _SentArray(array.digest)
+        self._sent.add(array.digest)
+        return array
+
+
+@dataclass(frozen=True)
+class _SentArray:
+    """Stands for an array of the vocabularies that this worker has sent before."""
+
+    digest: str
 
 
 def _identity(made: Any) -> Any:
@@ -137,13 +201,13 @@ def _start_worker(run: int, number: int) -> None:
         signal.signal(stop, signal.SIG_IGN)
 
 
-def _with_terms(batch: MicroBatch, kind: type, convert: Callable[[Any], Any]) -> MicroBatch:
-    """Return a micro-batch whose loss terms have all values of type `kind` converted."""
+def _with_terms(batch: MicroBatch, kind: type | tuple[type, ...], convert: Callable[[Any], Any]) -> MicroBatch:
+    """Return a micro-batch whose loss terms have all values of a type converted."""
     return dataclasses.replace(batch, terms=tuple(converted(term, kind, convert) for term in batch.terms))
 
 
-def converted(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
-    """Return a value whose parts of type `kind`, in lists, tuples, dictionaries and dataclasses, are converted."""
+def converted(value: Any, kind: type | tuple[type, ...], convert: Callable[[Any], Any]) -> Any:
+    """Return a value whose parts of a type, in lists, tuples, dictionaries and dataclasses, are converted."""
     if isinstance(value, kind):
         return convert(value)
     if isinstance(value, list | tuple):

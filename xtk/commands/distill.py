@@ -77,7 +77,7 @@ def _distill(options: DistillOptions) -> None:
         raise typer.BadParameter("only one of STUDENT, CACHE and --projection can be read from standard input (-)")
     piped = terminal.path_argument("-") if "-" in (options.student, *options.cache, *projections) else ""
     places, recipe, reporting = read_configs(options, piped, started)
-    options = with_resolved_precision(options, recipe)
+    options = with_resolved_defaults(options, recipe, reporting)
     machines = Machines(options.num_machines, options.machine_rank, options.main_process_ip, options.main_process_port)
     processes = options.num_processes * options.num_machines
     layout = parse_parallel(recipe.parallel, world_size() if is_worker() else processes)
@@ -107,9 +107,16 @@ def _distill(options: DistillOptions) -> None:
     )
 
 
-def with_resolved_precision(options: DistillOptions, recipe: TrainConfig) -> DistillOptions:
-    """Return options with what `auto` stands for on this machine, for the recipe."""
-    options = replace(options, mixed_precision=recipe.mixed_precision, max_batch_tokens=recipe.max_batch_tokens)
+def with_resolved_defaults(
+    options: DistillOptions, recipe: TrainConfig, logging_config: LoggingConfig
+) -> DistillOptions:
+    """Return options with the defaults that depend on this machine, for the recipe."""
+    options = replace(
+        options,
+        mixed_precision=recipe.mixed_precision,
+        max_batch_tokens=recipe.max_batch_tokens,
+        dataloader_num_workers=logging_config.dataloader_num_workers,
+    )
     if isinstance(options, OnPolicyDistillOptions) and recipe.on_policy and recipe.on_policy.backend == "vllm":
         return replace(options, rollout_dtype=recipe.on_policy.dtype)
     return options
@@ -123,6 +130,7 @@ def read_configs(
     from xtk.errors import XtkError
     from xtk.losses import AUTO_LOSS
     from xtk.losses.spec import parse_losses
+    from xtk.models.precision import resolve_loader_workers
     from xtk.models.student_model_setup import StudentModelConfig
     from xtk.parallel.parallel_config import num_training_gpus, parse_devices
     from xtk.training.task_evaluation import parse_eval_tasks
@@ -146,9 +154,15 @@ def read_configs(
     held_out: tuple[Document, ...] = ()
     if options.eval_data and not places.eval_caches:  # read now, so that errors in the data appear before training
         held_out = tuple(Corpus(options.eval_data, parse_columns_option(options.columns), options.max_document_bytes))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
     reporting = options_of(
         LoggingConfig,
         options,
+        dataloader_num_workers=resolve_loader_workers(
+            options.dataloader_num_workers,
+            processes,
+            needs_thread=bool(places.online_teachers) or recipe.on_policy is not None,
+        ),
         report_to=tuple(name.strip() for names in options.report_to for name in names.split(",")),
         deadline=started + options.max_seconds if options.max_seconds else math.inf,
         eval_documents=held_out,

@@ -42,12 +42,11 @@ class ByteKL(Loss):
         assert stored is not None
         items = find_all_boundaries(example, comparison_space)
         try:
-            cell_offsets, entry_offsets, probs, rows, tokens, *runs, corrections = fill_byte_cells(
+            cell_offsets, entry_offsets, probs, first_members, *runs, corrections = fill_byte_cells(
                 comparison_space.student,
                 comparison_space.teacher,
                 comparison_space.continuations,
                 comparison_space.cell_token_offsets,
-                comparison_space.cell_tokens,
                 TeacherArrays.from_logprobs(stored),
                 items,
             )
@@ -59,13 +58,15 @@ class ByteKL(Loss):
             cell_offsets=cell_offsets,
             entry_offsets=entry_offsets,
             teacher_probs=probs,
-            rows=rows,
-            tokens=tokens,
+            rows=np.zeros(0, np.int32),
+            tokens=np.zeros(0, np.int32),
             item_rows=np.maximum(following, previous).astype(np.int32),
             row_counts=((np.diff(cell_offsets) > 0) & (following >= 0)).astype(np.int64),
             previous_rows=previous.astype(np.int32),
             is_inside_token=following < 0,
-            sorted_token_ids=comparison_space.student.token_ids,
+            cell_tokens=comparison_space.shared_cell_tokens,
+            first_members=first_members,
+            sorted_token_ids=comparison_space.shared_token_ids,
             run_offsets=run_offsets,
             firsts=firsts,
             stops=stops,

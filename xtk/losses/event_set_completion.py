@@ -17,7 +17,8 @@ from xtk.losses.kernels.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.losses.kernels.event_sets_numba import fill_event_sets
 from xtk.losses.kernels.sampled_support_correction import TeacherArrays
 from xtk.losses.kernels.token_boundaries_numba import NEXT_DISTRIBUTION, NONE, STUDENT_COLUMNS, TEACHER_COLUMNS
-from xtk.parallel.host_to_device import to_device
+from xtk.parallel.host_to_device import to_device, vocabulary_tensor
+from xtk.projection.vocabulary_array import VocabularyArray
 from xtk.projection.vocabulary_byte_partition import BytePartition
 
 
@@ -37,13 +38,13 @@ class EventSetCells(LossCells):
 
     set_offsets: Tensor
     set_masses: Tensor
-    sorted_token_ids: Tensor
+    sorted_token_ids: VocabularyArray
     firsts: Tensor
     stops: Tensor
     token_offsets: Tensor
 
     ON_DEVICE: ClassVar[tuple[str, ...]] = (
-        *LossCells.ON_DEVICE, "set_masses", "sorted_token_ids", "firsts", "stops",
+        *LossCells.ON_DEVICE, "set_masses", "firsts", "stops",
     )  # fmt: skip
 
     def select(self, items: slice, first_row: int) -> Self:
@@ -67,7 +68,7 @@ class EventSetCells(LossCells):
         groups = torch.arange(count, device=device).repeat_interleave(sizes, output_size=num_tokens)
         tokens = EntryGroups(
             rows=to_device(self.first_rows[self._set_items], device)[groups],
-            tokens=self.sorted_token_ids[concatenated_ranges(firsts, sizes, num_tokens)],
+            tokens=vocabulary_tensor(self.sorted_token_ids, device)[concatenated_ranges(firsts, sizes, num_tokens)],
             groups=groups,
             num_groups=count,
         )
@@ -125,7 +126,7 @@ class ESCD(Loss):
             **cells,
             set_offsets=set_offsets,
             set_masses=masses.astype(np.float32),
-            sorted_token_ids=comparison_space.student.token_ids,
+            sorted_token_ids=comparison_space.shared_token_ids,
             firsts=firsts,
             stops=stops,
             token_offsets=np.append(0, np.cumsum(stops - firsts, dtype=np.int64)),

@@ -69,7 +69,7 @@ class GOLD(Loss):
         uncommon = uncommon if self.ranked_weight is None else self.ranked_weight
         ranges = span_ranges(example)
         cells = SortedProbCells.from_teacher(example, ranges, pairs.student_of_teacher, self.max_ranks, uncommon)
-        cells = replace(cells, excluded_tokens=torch.from_numpy(pairs.paired_students), factor=common)
+        cells = replace(cells, excluded_tokens=pairs.paired_students, factor=common)
         if not self.published:
             return cells
         nothing = torch.zeros_like(cells.min_remainder)

@@ -38,7 +38,7 @@ from xtk.losses.kernels.chunked_softmax import (
     read_window,
 )
 from xtk.losses.kernels.chunked_softmax_numba import group_logsumexp_
-from xtk.models.output_head import ChunkedLogits, OutputHead, add_product_, chunk_rows_of
+from xtk.models.output_head import ChunkedLogits, OutputHead, add_product_, chunk_rows_of, compute_dtype
 from xtk.parallel.host_to_device import to_device
 
 
@@ -162,7 +162,7 @@ def _forward_backward(
     """Return the sums of all terms, and the gradients of the bias and the pairs where they are needed."""
     count = max(1, len(pairs) // 2)
     inputs, states, shard = pairs[:count], pairs[0], head.shard
-    compute = _compute_dtype(states, head.weight)
+    compute = compute_dtype(states, head.weight)
     gradients = _GradientAccumulator(head, [bias, *pairs], needed, compute)
     # A soft cap, and remainders of several terms, each need another buffer as large as the logits.
     several = sum(bool(term.has_remainder.any()) for term in terms) > 1
@@ -216,14 +216,6 @@ def _loss_of_chunk(
 def accumulation_dtype(compute: torch.dtype) -> torch.dtype:
     """Return the dtype in which losses are computed: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if compute == torch.float64 else torch.float32
-
-
-def _compute_dtype(states: Tensor, weight: Tensor | None) -> torch.dtype:
-    if weight is None:
-        return states.dtype
-    if torch.is_autocast_enabled(states.device.type):
-        return torch.get_autocast_dtype(states.device.type)
-    return weight.dtype
 
 
 class _GradientAccumulator:

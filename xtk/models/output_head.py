@@ -206,6 +206,15 @@ def chunk_rows_of(head: OutputHead, states: Tensor) -> int:
     return chunk_rows(width, states.device)
 
 
+def compute_dtype(states: Tensor, weight: Tensor | None) -> torch.dtype:
+    """Return the dtype of a head's products: that of autocast, if it is enabled, else that of the weight."""
+    if weight is None:
+        return states.dtype
+    if torch.is_autocast_enabled(states.device.type):
+        return torch.get_autocast_dtype(states.device.type)
+    return weight.dtype
+
+
 def compute_token_logprobs(
     states: Tensor,
     head: OutputHead,
@@ -216,7 +225,8 @@ def compute_token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of target tokens, and the most likely tokens; logits are computed chunk by chunk.
 
-    With a sharded head every process of the group gets the same result.
+    With a sharded head every process of the group gets the same result. Under autocast the products are those of
+    training on a GPU, where their sums are not rounded; a CPU would round them, and computes in the head's dtype.
 
     Args:
         states: [N, H], hidden states (or logits [N, V], if the head has no weight).
@@ -231,7 +241,7 @@ def compute_token_logprobs(
     """
     shard, width = head.shard, head.num_logits(states)
     chunk = chunk_rows_of(head, states)
-    logits_of = ChunkedLogits(head, states, chunk)
+    logits_of = ChunkedLogits(head, states, chunk, compute_dtype(states, head.weight) if states.is_cuda else None)
     logprobs = torch.zeros(len(states), dtype=torch.float64, device=states.device)
     tokens = torch.zeros(len(states) if return_top1 else 0, dtype=torch.int64, device=states.device)
     first = 0 if shard is None else shard.first_token

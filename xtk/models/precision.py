@@ -1,4 +1,4 @@
-"""The value `auto` of options of precision: what the device computes well, decided before anything is loaded."""
+"""Defaults that depend on the device: precision, batches and loader processes, decided before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 
 from xtk.models.safetensors_headers import read_weight_headers
+from xtk.writable_cache_folders import shared_memory_is_writable
 
 AUTO = "auto"
 GPU_BATCH_TOKENS = 16_384  # tokens of a forward pass that keep a GPU busy
+MAX_LOADER_WORKERS = 4
 _DTYPE_NAMES = {"F32": "float32", "F64": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -58,6 +60,23 @@ def resolve_batch_tokens(max_batch_tokens: int | None) -> int:
     if max_batch_tokens is not None:
         return max_batch_tokens
     return GPU_BATCH_TOKENS if torch.cuda.is_available() else 0
+
+
+def resolve_loader_workers(num_workers: int | None, processes: int, *, needs_thread: bool) -> int:
+    """Return a value of `--dataloader-num-workers`: without one, on a GPU up to `MAX_LOADER_WORKERS`, and 0 on a CPU.
+
+    Two cores are left for the threads of each process of the run.
+
+    Args:
+        processes: processes of the run on this machine.
+        needs_thread: whether the run builds batches in a thread, with online teachers and on-policy.
+    """
+    if num_workers is not None:
+        return num_workers
+    if needs_thread or not torch.cuda.is_available() or not shared_memory_is_writable():
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(0, min(MAX_LOADER_WORKERS, cores // processes - 2))
 
 
 def describe_device(device: torch.device, mixed_precision: str, dtype: str) -> str:

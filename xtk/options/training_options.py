@@ -265,13 +265,14 @@ class LoggingOptions:
     logging_steps: int = option(10, "Steps between two lines of metrics.jsonl.", min=1, effect=REPORTING)
     eval_steps: int = option(0, "Steps between two evaluations; 0: only at the end.", min=0)
     eval_on_start: bool = option(False, "Evaluate before the first step, too.", effect=REPORTING)
-    dataloader_num_workers: int = option(
-        0,
-        "Processes that tokenize, align and decode ahead, for each process of the run; 0: a thread does. More "
-        "memory, for runs that wait for data (data_wait_fraction in metrics.jsonl).",
+    dataloader_num_workers: int | None = option(
+        None,
+        "Processes that tokenize, align and decode ahead, for each process of the run; 0: a thread does. Default: on a "
+        "GPU up to 4, as the CPU cores allow; 0 on a CPU, with --teacher and on-policy.",
         min=0,
         max=256,
         effect=REPORTING,
+        show_default=False,
     )
     max_skipped_steps: int = option(
         10, "Maximum number of consecutive steps skipped for a non-finite loss or gradient; more end the run.", min=0

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from xtk.projection.vocabulary_array import VocabularyArray
+
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Return values on a device; on a GPU, host tensors are copied from pinned memory, after the call has returned.
@@ -18,6 +20,14 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
         return values.to(device)
     pinned = values if values.is_pinned() else values.pin_memory()
     return pinned.to(device, non_blocking=True)
+
+
+def vocabulary_tensor(array: VocabularyArray, device: torch.device) -> Tensor:
+    """Return an array of the vocabularies on a device; it is copied there at the first call and kept."""
+    if device not in array.copies:
+        array.copies[device] = to_device(torch.from_numpy(array.values), device)
+    copy: Tensor = array.copies[device]
+    return copy
 
 
 def start_copy_to_host(values: Tensor) -> Callable[[], Tensor]:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
+from xtk.projection.vocabulary_array import VocabularyArray
 
 # Fields of a tokenizer in the header that W depends on.
 IDENTITY_KEYS = ("tokenizer", "special_tokens", "embedding_rows")
@@ -36,7 +37,7 @@ class TokenPairs(NamedTuple):
     """
 
     student_of_teacher: NDArray[np.int32]
-    paired_students: NDArray[np.int32]
+    paired_students: VocabularyArray
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class ProjectionColumns:
         paired = students[order]
         if np.isin(self.stop_ids[:1], paired).any():
             paired = np.concatenate([paired, self.stop_ids[1:]])
-        return TokenPairs(partners, np.sort(paired).astype(np.int32))
+        return TokenPairs(partners, VocabularyArray(np.sort(paired).astype(np.int32)))
 
     def paired_token(self, student: int, teacher: int) -> int:
         """Return a teacher token that a student token maps to: the given one if possible, else that of most weight.

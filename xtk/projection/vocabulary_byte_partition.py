@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from xtk.numba_kernel import numba_kernel
 from xtk.projection.methods.byte_partition import partition_vocabularies
 from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching, match_special_tokens
+from xtk.projection.vocabulary_array import VocabularyArray
 from xtk.projection.vocabulary_pair import VocabularyPair
 from xtk.text.tokenizer import Tokenizer
 
 # Version of cached partitions; increase it when the algorithm changes.
-ALGORITHM_VERSION = 5
+ALGORITHM_VERSION = 6
 
 
 class SortedVocabulary(NamedTuple):
@@ -67,7 +68,7 @@ class LongestPrefixes(NamedTuple):
     Attributes:
         teacher: the teacher's vocabulary, whose cells are those of these student tokens; -1: there is none.
         student_cells: int32 [V], the cell of each student token; -1: none.
-        cell_token_offsets: int64 [cells + 1].
+        cell_token_offsets: int32 [cells + 1].
         cell_tokens: int32, the student's tokens of cell c are
             `cell_tokens[cell_token_offsets[c]:cell_token_offsets[c + 1]]`.
         event_heads: int32 [U], for each teacher token that no student token equals, the index in byte order of the
@@ -76,7 +77,7 @@ class LongestPrefixes(NamedTuple):
 
     teacher: SortedVocabulary
     student_cells: NDArray[np.int32]
-    cell_token_offsets: NDArray[np.int64]
+    cell_token_offsets: NDArray[np.int32]
     cell_tokens: NDArray[np.int32]
     event_heads: NDArray[np.int32]
 
@@ -89,7 +90,7 @@ class BytePartition:
         student: the student's vocabulary.
         teacher: the teacher's vocabulary.
         continuations: the student's tokens by prefix.
-        cell_token_offsets: int64 [cells + 1].
+        cell_token_offsets: int32 [cells + 1].
         cell_tokens: int32, the student's tokens of cell c are
             `cell_tokens[cell_token_offsets[c]:cell_token_offsets[c + 1]]`.
     """
@@ -97,7 +98,7 @@ class BytePartition:
     student: SortedVocabulary
     teacher: SortedVocabulary
     continuations: PrefixContinuations
-    cell_token_offsets: NDArray[np.int64]
+    cell_token_offsets: NDArray[np.int32]
     cell_tokens: NDArray[np.int32]
 
     @classmethod
@@ -110,7 +111,10 @@ class BytePartition:
         return cls(student, teacher, sort_continuations(student, count), offsets, members)
 
     def with_stop_tokens(self, student_stops: NDArray[np.int32], teacher_stops: NDArray[np.int32]) -> BytePartition:
-        """Return the partition in which the first stop tokens of both sides are one cell, and the others in none."""
+        """Return the partition in which the first stop tokens of both sides have one cell, and the others none.
+
+        The student's tokens of this cell are all its stop tokens: their probabilities are added up.
+        """
         count = len(self.cell_token_offsets) - 1
         cells = []
         for side, stops in ((self.student, student_stops), (self.teacher, teacher_stops)):
@@ -118,6 +122,8 @@ class BytePartition:
             of_side[stops], of_side[stops[0]] = -1, count
             cells.append(of_side)
         offsets, members = _cell_members(cells[0], count + 1)
+        offsets[-1] += len(student_stops) - 1
+        members = np.append(members[:-1], student_stops)
         student, teacher = self.student._replace(token_cells=cells[0]), self.teacher._replace(token_cells=cells[1])
         return BytePartition(student, teacher, self.continuations, offsets, members)
 
@@ -136,17 +142,27 @@ class BytePartition:
         return int(same[0]) if len(same) else -1
 
     @cached_property
+    def shared_token_ids(self) -> VocabularyArray:
+        """The student's `token_ids`, for losses."""
+        return VocabularyArray(self.student.token_ids)
+
+    @cached_property
+    def shared_cell_tokens(self) -> VocabularyArray:
+        """`cell_tokens`, for losses."""
+        return VocabularyArray(self.cell_tokens)
+
+    @cached_property
     def longest_prefixes(self) -> LongestPrefixes:
         """The longest student token that each teacher token, and each of its suffixes, begins with."""
         return find_longest_prefixes(self.student, self.teacher)
 
 
-def _cell_members(token_cells: NDArray[np.int32], count: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return int64 [count + 1] and int32, the offsets of the tokens of each cell, and these tokens."""
+def _cell_members(token_cells: NDArray[np.int32], count: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return int32 [count + 1] and int32, the offsets of the tokens of each cell, and these tokens."""
     members = np.argsort(token_cells, kind="stable").astype(np.int32)
     members = members[token_cells[members] >= 0]
     sizes = np.bincount(token_cells[members], minlength=count)
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]), members
+    return np.append(0, np.cumsum(sizes)).astype(np.int32), members
 
 
 def find_longest_prefixes(student: SortedVocabulary, teacher: SortedVocabulary) -> LongestPrefixes:

@@ -174,9 +174,11 @@ def _print_plan(run: TrainingRun, inputs: RunInputs, per_step: int, documents: i
             f"--gradient-accumulation-steps x processes is {configured_documents:,}"
         )
     device, precision, dtype = run.accelerator.device, run.recipe.mixed_precision, run.recipe.preparation.dtype
+    workers = run.logging_config.dataloader_num_workers
+    loaders = f", {workers} data loader {'process' if workers == 1 else 'processes'} each" if workers else ""
     terminal.note(
         f"distill: {run.steps:,} steps of {per_step} documents, {documents:,} documents, "
-        f"{run.parallel.describe()} on {describe_device(device, precision, dtype)}"
+        f"{run.parallel.describe()} on {describe_device(device, precision, dtype)}{loaders}"
     )
     if device.type == "cuda" and precision == "no" and dtype == "float32":
         terminal.note(

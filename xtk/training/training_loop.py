@@ -389,7 +389,7 @@ def _step_batches(
             block = next(blocks, None)
         if block is None:
             return
-        yield from prefetch(step_batch_builder(run), block, run.logging_config.dataloader_num_workers)
+        yield from prefetch(step_batch_builder(run), block, run.logging_config.dataloader_num_workers or 0)
 
 
 def step_batch_builder(run: TrainingRun) -> StepBatchBuilder:

@@ -110,6 +110,7 @@ class LossCells:
 
         Args:
             cell_offsets: as in the class, like the others; items are sorted by their rows.
+            rows: empty, like `tokens`, in subclasses that list entries on the device.
             log_weights: None: 0.
             item_rows: int32 [C], the row of each item, sorted; None: that of its first entry.
             remainder_probs: float64 [C], the teacher's remainder, where float32 `teacher_probs` are too coarse for it;
@@ -134,7 +135,9 @@ class LossCells:
         fields: dict[str, Any] = {
             "cell_offsets": cell_offsets,
             "entry_offsets": entry_offsets,
-            "entry_cells": np.repeat(np.arange(len(teacher_probs), dtype=np.int32), np.diff(entry_offsets)),
+            "entry_cells": np.repeat(np.arange(len(teacher_probs), dtype=np.int32), np.diff(entry_offsets))
+            if len(rows)
+            else rows,
             "teacher_probs": teacher_probs,
             "rows": rows,
             "tokens": tokens,
@@ -268,16 +271,22 @@ class LossCells:
 
     def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
         """Return what the value needs of the softmax of the rows, for all items; `dtype` is that of the logits."""
-        device, log_weights = self.rows.device, self.log_weights.to(dtype)
+        device, (cells, weights) = self.teacher_probs.device, self.cell_entries(dtype)
         items, groups, within = self.remainder_rows()
         return SoftmaxReads(
-            cells=EntryGroups(self.rows.long(), self.tokens, self.entry_cells, len(self.teacher_probs), log_weights),
-            weights=log_weights.exp().mul_(self.rows_averaged),
+            cells=cells,
+            weights=weights,
             remainder_rows=to_device(self.first_rows[items] + within, device),
             remainder_groups=to_device(groups, device),
             num_remainders=int(self.has_remainder.sum()),
             remainder_log_weights=to_device(-self.row_counts[items].to(dtype).log(), device),
         )
+
+    def cell_entries(self, dtype: torch.dtype) -> tuple[EntryGroups, Tensor]:
+        """Return the entries of all cells, and their weights within their own row."""
+        log_weights = self.log_weights.to(dtype)
+        cells = EntryGroups(self.rows.long(), self.tokens, self.entry_cells, len(self.teacher_probs), log_weights)
+        return cells, log_weights.exp().mul_(self.rows_averaged)
 
     def remainder_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rows that remainders are read from: item of each, number of its remainder, index in its rows."""

@@ -10,12 +10,17 @@ from torch import Tensor
 
 from xtk.losses.cells.loss_cells import LossCells, group_logsumexp
 from xtk.losses.kernels.chunked_softmax import EntryGroups, SoftmaxReads
-from xtk.parallel.host_to_device import to_device
+from xtk.parallel.host_to_device import to_device, vocabulary_tensor
+from xtk.projection.vocabulary_array import VocabularyArray
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextByteCells(LossCells):
     """Cells conditioned on the bytes since the student's previous token boundary.
+
+    A cell's entries are the student's tokens of a cell of the partition, in the item's first row. An item of a large
+    vocabulary has about a thousand of them: they are listed on the device, chunk by chunk, and the fields with a value
+    per entry (`rows`, `tokens`, ...) are empty.
 
     An item's alternatives are the student tokens that begin with these bytes, in groups: tokens that end at the item,
     tokens that continue into none of its cells, then tokens that continue into each of its cells. The groups of all
@@ -24,6 +29,8 @@ class NextByteCells(LossCells):
     Attributes:
         previous_rows: int32 [C], the row of the student's logits that predicts the alternatives; -1: the item has none.
         is_inside_token: bool [C], whether the item is inside of a student token, where no row predicts the next bytes.
+        cell_tokens: int32, `cell_tokens` of `BytePartition`.
+        first_members: int64 [cells], the index in `cell_tokens` of each cell's first entry.
         sorted_token_ids: int32 [n], the student's tokens in byte order.
         run_offsets: int64 [2 C + cells + 1], the runs of each group.
         firsts: int32 [runs], first index of each run in `sorted_token_ids`.
@@ -34,14 +41,18 @@ class NextByteCells(LossCells):
 
     previous_rows: Tensor
     is_inside_token: Tensor
-    sorted_token_ids: Tensor
+    cell_tokens: VocabularyArray
+    first_members: Tensor
+    sorted_token_ids: VocabularyArray
     run_offsets: Tensor
     firsts: Tensor
     stops: Tensor
     alternative_offsets: Tensor
 
     PER_ITEM: ClassVar[tuple[str, ...]] = (*LossCells.PER_ITEM, "previous_rows", "is_inside_token")
-    ON_DEVICE: ClassVar[tuple[str, ...]] = (*LossCells.ON_DEVICE, "sorted_token_ids", "firsts", "stops")
+    ON_DEVICE: ClassVar[tuple[str, ...]] = (
+        "teacher_probs", "weights", "corrections", "regions", "firsts", "stops",
+    )  # fmt: skip
     ROWS_BEFORE: ClassVar[int] = 1
 
     @property
@@ -67,6 +78,7 @@ class NextByteCells(LossCells):
         return replace(
             chosen,
             previous_rows=torch.where(rows < 0, rows, rows - first_row),
+            first_members=self.first_members[first - 2 * items.start : stop - 2 * items.stop],
             run_offsets=offsets - runs.start,
             firsts=self.firsts[runs],
             stops=self.stops[runs],
@@ -75,18 +87,29 @@ class NextByteCells(LossCells):
 
     def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
         """Return the cells and remainders in the next-token rows, and the alternatives in the previous rows."""
-        device, items = self.rows.device, self._group_items
+        device, items = self.teacher_probs.device, self._group_items
         firsts, sizes = self.firsts.long(), (self.stops - self.firsts).long()
         count = int(self.alternative_offsets[-1] - self.alternative_offsets[0])
         run_groups = to_device(torch.arange(len(items)).repeat_interleave(torch.diff(self.run_offsets)), device)
         groups = run_groups.repeat_interleave(sizes, output_size=count)
         alternatives = EntryGroups(
             rows=to_device(self.previous_rows.long()[items], device)[groups],
-            tokens=self.sorted_token_ids[concatenated_ranges(firsts, sizes, count)],
+            tokens=vocabulary_tensor(self.sorted_token_ids, device)[concatenated_ranges(firsts, sizes, count)],
             groups=groups,
             num_groups=len(items),
         )
         return replace(super().softmax_reads(dtype), alternatives=alternatives)
+
+    def cell_entries(self, dtype: torch.dtype) -> tuple[EntryGroups, Tensor]:
+        """Return the entries of all cells, and their weights, 1."""
+        device, count = self.teacher_probs.device, int(self.entry_offsets[-1] - self.entry_offsets[0])
+        shifts = self.first_members - self.entry_offsets[:-1]
+        per_cell = torch.stack([torch.diff(self.entry_offsets), shifts, self.first_rows[self.cell_items]])
+        sizes, *others = to_device(per_cell, device)
+        cells = torch.repeat_interleave(sizes, output_size=count)
+        shifts, rows = (one[cells] for one in others)
+        tokens = vocabulary_tensor(self.cell_tokens, device)[shifts.add_(torch.arange(count, device=device))]
+        return EntryGroups(rows, tokens, cells, len(sizes)), torch.ones(count, dtype=dtype, device=device)
 
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
         """Return the weighted sum of the divergence between cells, conditioned on the bytes of the alternatives.

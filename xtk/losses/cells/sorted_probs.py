@@ -16,7 +16,8 @@ from xtk.losses.kernels.chunked_softmax import SoftmaxReads
 from xtk.losses.kernels.largest_tokens import LargestTokens
 from xtk.losses.kernels.sampled_support_correction import TeacherArrays
 from xtk.losses.kernels.sorted_probs_numba import fill_paired_cells
-from xtk.parallel.host_to_device import to_device
+from xtk.parallel.host_to_device import to_device, vocabulary_tensor
+from xtk.projection.vocabulary_array import VocabularyArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +40,13 @@ class SortedProbCells(SpanProductCells):
     min_remainder: Tensor
     max_remainder: Tensor
     rank_weight: float
-    excluded_tokens: Tensor | None = None
+    excluded_tokens: VocabularyArray | None = None
 
     PER_ITEM: ClassVar[tuple[str, ...]] = (
         *SpanProductCells.PER_ITEM, "rank_rows", "min_remainder", "max_remainder",
     )  # fmt: skip
     ON_DEVICE: ClassVar[tuple[str, ...]] = (
-        *SpanProductCells.ON_DEVICE, "rank_probs", "min_remainder", "max_remainder", "excluded_tokens",
+        *SpanProductCells.ON_DEVICE, "rank_probs", "min_remainder", "max_remainder",
     )  # fmt: skip
 
     @classmethod
@@ -109,7 +110,9 @@ class SortedProbCells(SpanProductCells):
     def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
         """Return the cells, and the largest tokens of the last rows."""
         counts = torch.diff(self.rank_offsets)
-        largest = LargestTokens(self.rank_rows.long(), counts, self._rank_items, self.excluded_tokens)
+        excluded = self.excluded_tokens
+        tokens = None if excluded is None else vocabulary_tensor(excluded, self.rank_probs.device)
+        largest = LargestTokens(self.rank_rows.long(), counts, self._rank_items, tokens)
         return replace(super().softmax_reads(dtype), largest=largest)
 
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:

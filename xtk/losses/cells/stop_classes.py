@@ -65,7 +65,10 @@ class StopClasses(NamedTuple):
         return replace(merged, student_ids=_first_of_class(example.student_ids, self.student))
 
     def expand_cells(self, cells: LossCells, loss: Loss) -> LossCells:
-        """Return cells in which an entry of the student's first stop token is one of each stop token."""
+        """Return cells in which an entry of the student's first stop token is one of each stop token.
+
+        Those of byte-kl, which do not list their entries, have them from the partition.
+        """
         if loss.stop_class != BOTH_STOP_CLASSES or len(self.student) == 1:
             return cells
         is_stop = cells.tokens == int(self.student[0])

@@ -45,30 +45,28 @@ def fill_byte_cells(
     student: SortedVocabulary,
     teacher: SortedVocabulary,
     after: PrefixContinuations,
-    member_offsets: NDArray[np.int64],
-    members: NDArray[np.int32],
+    member_offsets: NDArray[np.int32],
     support: TeacherArrays,
     items: NDArray[np.int64],
     scan_limit: int = LINEAR_SCAN_LIMIT,
-) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any]:
     """Return the cells of all items as flat arrays.
 
     Args:
         member_offsets: `cell_token_offsets` of `BytePartition`.
-        members: `cell_tokens` of `BytePartition`.
         items: boundaries, as `find_boundaries` returns them.
         scan_limit: linear scan limit in tokens per cell; the result does not depend on it.
 
     Returns:
-        cell_offsets, entry_offsets, teacher_probs, rows, tokens as in `LossCells`, for the next-token rows;
-        run_offsets, firsts, stops as in `NextByteCells`, for the previous rows; corrections as in `LossCells`.
+        cell_offsets, entry_offsets, teacher_probs, first_members as in `NextByteCells`, for the next-token rows;
+        run_offsets, firsts, stops for the previous rows; corrections as in `LossCells`.
     """
     cells_of_both, width = len(member_offsets) - 1, len(student.token_cells)
     scratch = make_scratch(cells_of_both, len(student.token_ids), support)
     runs, ends = np.empty((len(student.token_ids) + 1, 3), np.int32), np.empty(cells_of_both + 2, np.int64)
     cell_offsets, corrections = np.zeros(len(items) + 1, np.int64), np.zeros(len(items), np.float64)
     entry_offsets, run_offsets = np.zeros(1024, np.int64), np.zeros(1024, np.int64)
-    probs, rows, tokens = np.empty(1024, np.float32), np.empty(1024, np.int32), np.empty(1024, np.int32)
+    probs, first_members = np.empty(1024, np.float32), np.empty(1024, np.int64)
     firsts, stops = np.empty(1024, np.int32), np.empty(1024, np.int32)
     # Arrays of a tuple are read once: in a loop, each access would count references, which costs more than the rest.
     slots, item_cells, item_probs = scratch.slots, scratch.cells, scratch.probs
@@ -83,30 +81,32 @@ def fill_byte_cells(
         )
         # If the teacher's next-token distribution has a remainder, cells that it does not list belong to the remainder.
         is_complete = position == NONE or support.remainder_mass[position] <= MIN_REMAINDER
+        has_samples = position != NONE and support.exact_stops[position] < support.offsets[position + 1]
         run_offsets, probs = (
             ensure_capacity(run_offsets, groups + num_cells + 3),
             ensure_capacity(probs, cells + num_cells),
         )
         firsts, stops = ensure_capacity(firsts, written + count), ensure_capacity(stops, written + count)
-        entry_offsets = ensure_capacity(entry_offsets, cells + num_cells + 2)
-        if row != NONE:  # once for the item: a call per cell costs more than its entries
-            most = entries + num_members(member_offsets, item_cells[:num_cells])
-            rows, tokens = ensure_capacity(rows, most), ensure_capacity(tokens, most)
+        entry_offsets, first_members = (
+            ensure_capacity(entry_offsets, cells + num_cells + 2),
+            ensure_capacity(first_members, cells + num_cells),
+        )
         sort_runs_by_group(runs[:count], num_cells + 2, ends, firsts[written:], stops[written:])
         run_offsets[groups + 1], run_offsets[groups + 2] = written + ends[0], written + ends[1]
         groups, first_cell = groups + 2, cells
         for slot in range(num_cells):
             cell = item_cells[slot]
             if row != NONE and (is_complete or is_at_boundary[slot]):
-                for member in range(member_offsets[cell], member_offsets[cell + 1]):
-                    rows[entries], tokens[entries] = row, members[member]
-                    entries += 1
+                entries += member_offsets[cell + 1] - member_offsets[cell]
             if entries == entry_offsets[cells] and ends[slot + 2] == ends[slot + 1]:
-                slots[cell] = NONE
+                if has_samples:
+                    slots[cell] = NONE
                 continue  # the student cannot reach this cell
             kept_slot = cells - first_cell  # at most `slot`
             item_probs[kept_slot], exact_probs[kept_slot] = item_probs[slot], exact_probs[slot]
-            slots[cell] = kept_slot
+            first_members[cells] = member_offsets[cell]
+            if has_samples:
+                slots[cell] = kept_slot
             cells, groups = cells + 1, groups + 1
             entry_offsets[cells] = entries
             run_offsets[groups] = written + ends[slot + 2]
@@ -116,12 +116,13 @@ def fill_byte_cells(
         if ends[1] == ends[0] and not elsewhere:
             weight /= normalize_cells(scratch, len(kept))  # the student cannot have a remainder here
         probs[first_cell:cells] = kept
-        corrections[number] = boundary_correction(
-            teacher, support, position, weight, number, scratch, kept, row != NONE
-        )
+        if has_samples:
+            corrections[number] = boundary_correction(
+                teacher, support, position, weight, number, scratch, kept, row != NONE
+            )
         cell_offsets[number + 1] = cells
     return (
-        cell_offsets, entry_offsets[: cells + 1], probs[:cells], rows[:entries], tokens[:entries],
+        cell_offsets, entry_offsets[: cells + 1], probs[:cells], first_members[:cells],
         run_offsets[: groups + 1], firsts[:written], stops[:written], corrections,
     )  # fmt: skip
 
@@ -200,15 +201,10 @@ def boundary_correction(
     kept: NDArray[np.float32],
     both: bool,
 ) -> Any:
-    """Return the sampling correction of an item, in nats; `both`: it is a boundary of both models.
-
-    It is 0 without a next-token distribution of the teacher `here`.
-    """
-    if here == NONE:
-        return 0.0
+    """Return the sampling correction of an item, in nats; `both`: it is a boundary of both models."""
     remainder = 1.0 - kept.sum()  # before `sampling_correction` overwrites the probabilities
     correction, outside = sampling_correction(teacher, support, here, weight, number, scratch)
-    if both and support.exact_stops[here] < support.offsets[here + 1]:
+    if both:
         outside -= scratch.exact_probs[: len(kept)].sum()
         correction += remainder_correction(remainder, outside)
     return correction

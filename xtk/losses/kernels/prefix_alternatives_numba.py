@@ -24,9 +24,9 @@ class BoundaryScratch(NamedTuple):
     """Scratch memory for one item at a time. An owner entry is valid if it is the item's number; nothing is cleared.
 
     Attributes:
-        cell_owner: int64 [cells], the last item that contains a cell.
-        slots: int64 [cells], the index of a cell among its item's cells.
-        teacher_cell_owner: int64 [cells], the last item whose previous teacher distribution reaches a cell.
+        cell_owner: int32 [cells], the last item that contains a cell.
+        slots: int32 [cells], the index of a cell among its item's cells.
+        teacher_cell_owner: int32 [cells], the last item whose previous teacher distribution reaches a cell.
         cells: int64 [cells], the item's cells, in the order of the teacher's support.
         probs: float64 [cells], the teacher's probability of each.
         exact_probs: float64 [cells], the same without sampled tokens.
@@ -37,9 +37,9 @@ class BoundaryScratch(NamedTuple):
         prefix_indices: int64 [longest support], the indices of these tokens in byte order.
     """
 
-    cell_owner: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    teacher_cell_owner: NDArray[np.int64]
+    cell_owner: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    teacher_cell_owner: NDArray[np.int32]
     cells: NDArray[np.int64]
     probs: NDArray[np.float64]
     exact_probs: NDArray[np.float64]
@@ -55,9 +55,9 @@ def make_scratch(cells: int, tokens: int, support: TeacherArrays) -> BoundaryScr
     """Return scratch memory for a number of cells, a number of student tokens and the teacher's longest support."""
     longest = np.diff(support.offsets).max() if len(support.offsets) > 1 else 0
     return BoundaryScratch(
-        np.full(cells, NONE, np.int64),
-        np.empty(cells, np.int64),
-        np.full(cells, NONE, np.int64),
+        np.full(cells, NONE, np.int32),
+        np.empty(cells, np.int32),
+        np.full(cells, NONE, np.int32),
         np.empty(cells, np.int64),
         np.empty(cells, np.float64),
         np.empty(cells, np.float64),
@@ -185,18 +185,18 @@ def group_all_continuations(
     """
     low, longer, high = prefix_range(side, place[BOUNDARY_TOKEN], place[BOUNDARY_BYTES])
     count: int = _add_run(runs, 0, 0, low, longer)
+    suffix_cells, byte_offsets, owners, slots = side.suffix_cells, side.byte_offsets, scratch.cell_owner, scratch.slots
     if high - longer < scan_limit * num_cells:
         for rank in range(longer, high):
-            count = _add_run(
-                runs, count, _continuation_group(side, scratch, number, rank, place[BOUNDARY_BYTES]), rank, rank + 1
-            )
+            group = _continuation_group(owners, slots, suffix_cells[byte_offsets[rank] + place[BOUNDARY_BYTES]], number)
+            count = _add_run(runs, count, group, rank, rank + 1)
         return count
-    size = 0
+    size, node = 0, byte_offsets[low] + place[BOUNDARY_BYTES]
+    node_start, node_stop = after.offsets[node], after.offsets[node + 1]
+    after_cells, after_indices, cells, tokens = after.cells, after.sorted_indices, scratch.cells, scratch.tokens
     for slot in range(num_cells):
-        cell, bounds = scratch.cells[slot], (longer, high)
-        size += _list_continuations(
-            side, after, low, place[BOUNDARY_BYTES], cell, bounds, 2 + slot, scratch.tokens[size:]
-        )
+        bounds = node_start, node_stop, longer, high
+        size = _list_continuations(after_cells, after_indices, bounds, cells[slot], 2 + slot, tokens, size)
     scratch.tokens[:size].sort()
     at = longer
     for token in scratch.tokens[:size]:
@@ -230,60 +230,76 @@ def group_teacher_continuations(
         The number of runs.
     """
     low, longer, high = prefix_range(side, place[BOUNDARY_TOKEN], place[BOUNDARY_BYTES])
-    own, count = side.sorted_indices[place[BOUNDARY_TOKEN]], 0
+    own, count, cut = side.sorted_indices[place[BOUNDARY_TOKEN]], 0, place[BOUNDARY_BYTES]
+    # Arrays of a tuple are read once: in a loop, each access would count references, which costs more than the rest.
+    suffix_cells, byte_offsets, cell_owner, slots = (
+        side.suffix_cells,
+        side.byte_offsets,
+        scratch.cell_owner,
+        scratch.slots,
+    )
     if high - low < scan_limit * num_teacher_cells:
-        suffix_cells, byte_offsets, owners = side.suffix_cells, side.byte_offsets, scratch.teacher_cell_owner
+        owners = scratch.teacher_cell_owner
         for rank in range(low, high):
             cell = suffix_cells[byte_offsets[rank] + since]
             if rank == own or (cell != NONE and owners[cell] == number):
-                group = 0 if rank < longer else _continuation_group(side, scratch, number, rank, place[BOUNDARY_BYTES])
+                group = 0
+                if rank >= longer:
+                    group = _continuation_group(cell_owner, slots, suffix_cells[byte_offsets[rank] + cut], number)
                 count = _add_run(runs, count, group, rank, rank + 1)
         return count
     lowest = prefix_range(side, place[BOUNDARY_TOKEN], since)[0] if since else 0
-    size = 0
-    if side.suffix_cells[side.byte_offsets[own] + since] == NONE:
+    size, node = 0, byte_offsets[lowest] + since
+    node_start, node_stop = after.offsets[node], after.offsets[node + 1]
+    if suffix_cells[byte_offsets[own] + since] == NONE:
         scratch.tokens[0], size = np.int64(own) << 32, 1
+    after_cells, after_indices, tokens = after.cells, after.sorted_indices, scratch.tokens
     for cell in scratch.teacher_cells[:num_teacher_cells]:
-        size += _list_continuations(side, after, lowest, since, cell, (low, high), 0, scratch.tokens[size:])
+        bounds = node_start, node_stop, low, high
+        size = _list_continuations(after_cells, after_indices, bounds, cell, 0, tokens, size)
     scratch.tokens[:size].sort()
     for token in scratch.tokens[:size]:
         rank = token >> 32
-        group = 0 if rank < longer else _continuation_group(side, scratch, number, rank, place[BOUNDARY_BYTES])
+        group = 0
+        if rank >= longer:
+            group = _continuation_group(cell_owner, slots, suffix_cells[byte_offsets[rank] + cut], number)
         count = _add_run(runs, count, group, rank, rank + 1)
     return count
 
 
 @numba_kernel
 def _list_continuations(
-    side: SortedVocabulary,
-    after: PrefixContinuations,
-    low: int,
-    size: int,
+    after_cells: NDArray[np.int32],
+    after_indices: NDArray[np.int32],
+    bounds: tuple[int, int, int, int],
     cell: int,
-    bounds: Any,
     group: int,
-    some: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    size: int,
 ) -> int:
     """List the tokens with a prefix whose remaining bytes are in a cell, as index in byte order << 32 | group.
 
     Args:
-        low: the first token with the prefix, in byte order.
+        after_cells: `cells` of `PrefixContinuations`.
+        after_indices: `sorted_indices` of `PrefixContinuations`.
+        bounds: the range of the prefix in these, and a range of indices in byte order.
         cell: the cell of the remaining bytes.
-        bounds: the range [start, stop) of indices in byte order.
+        tokens: the list, whose first `size` elements are used.
 
     Returns:
-        The number of tokens.
+        The new size of the list.
     """
-    node = side.byte_offsets[low] + size
-    first = _lower_bound(after.cells, after.offsets[node], after.offsets[node + 1], cell)
-    stop = _lower_bound(after.cells, first, after.offsets[node + 1], cell + 1)
-    count = 0
-    for entry in range(_lower_bound(after.sorted_indices, first, stop, bounds[0]), stop):
-        if after.sorted_indices[entry] >= bounds[1]:
+    start, end, low, high = bounds
+    first = _lower_bound(after_cells, start, end, cell)
+    if first == end or after_cells[first] != cell:
+        return size  # as for most cells
+    stop = _lower_bound(after_cells, first, end, cell + 1)
+    for entry in range(_lower_bound(after_indices, first, stop, low), stop):
+        if after_indices[entry] >= high:
             break
-        some[count] = np.int64(after.sorted_indices[entry]) << 32 | group
-        count += 1
-    return count
+        tokens[size] = np.int64(after_indices[entry]) << 32 | group
+        size += 1
+    return size
 
 
 @numba_kernel
@@ -299,10 +315,9 @@ def _lower_bound(values: NDArray[np.int32], start: int, stop: int, least: int) -
 
 
 @numba_kernel
-def _continuation_group(side: SortedVocabulary, scratch: BoundaryScratch, number: int, rank: int, cut: int) -> int:
-    """Return the group of a longer token: that of the cell of its bytes after the first `cut`."""
-    cell = side.suffix_cells[side.byte_offsets[rank] + cut]
-    return 2 + scratch.slots[cell] if cell != NONE and scratch.cell_owner[cell] == number else 1
+def _continuation_group(owners: NDArray[np.int32], slots: NDArray[np.int32], cell: int, number: int) -> int:
+    """Return the group of a longer token whose bytes after the item are in a cell."""
+    return 2 + slots[cell] if cell != NONE and owners[cell] == number else 1
 
 
 @numba_kernel
