@@ -50,7 +50,7 @@ FLOORS = [
      2_480),  # to reach: 2,300
     ("training",
      "`distill`: configuration, loop, step, on-policy, held-out; `kinds/`: the four kinds of runs",
-     3_940),
+     3_950),
     ("publish", "a finished student as a model folder, GGUF file or repository of the hub", 400),
     ("transplant",
      "another tokenizer for a model: rows of embedding and head, pruned vocabularies",
