@@ -29,9 +29,11 @@ PROMPTS = ["Anna has 12", "The river — é", "def f(x):\n    return", "2019 and
 
 
 @pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
-@pytest.mark.parametrize("support", ["top-k", "top-k+sample"])
+@pytest.mark.parametrize("support", ["top-k", "top-k+sample", "sample"])
 def test_cache_is_unchanged_by_export_and_import(run, pair, corpus, tmp_path, file_format, support):
-    run("cache-teacher", pair.teacher, corpus, "--support", support, "--top-k", "8", "--precision", "float32",
+    sampling = () if support == "top-k" else ("--num-samples", "5", "--num-sample-sets", "2")
+    top_k = () if support == "sample" else ("--top-k", "8")
+    run("cache-teacher", pair.teacher, corpus, "--support", support, *top_k, *sampling, "--precision", "float32",
         "-o", tmp_path / "cache")  # fmt: skip
     file = tmp_path / f"file.{file_format}"
     run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file)
@@ -55,6 +57,10 @@ def test_cache_is_unchanged_by_export_and_import(run, pair, corpus, tmp_path, fi
                 c.logprobs[c.offsets[i] : c.offsets[i + 1]].tolist(), strict=True)) for c in (old, new)]  # fmt: skip
             assert pairs[0] == pairs[1]
         np.testing.assert_allclose(old.remainder_mass, new.remainder_mass, atol=2e-6)
+        old_samples, new_samples = original.stored_logprobs, imported.stored_logprobs
+        assert old_samples.num_sample_sets == (2 if sampling else 0)
+        for name in ("sample_offsets", "sample_ids", "sample_counts", "sample_logprobs") if sampling else ():
+            np.testing.assert_array_equal(getattr(old_samples, name), getattr(new_samples, name))
     run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file, code=1)
     run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file, "--force")
 

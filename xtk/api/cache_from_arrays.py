@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -42,6 +43,7 @@ from xtk.text.token_sequence import TokenSequence
 
 # Supports without samples; see `xtk.cache.teacher_logprobs.SUPPORTS`.
 EXACT_SUPPORTS = ("top-k", "candidates", "none")
+SAMPLED_SUPPORTS = ("top-k+sample", "sample")
 _EXACT_PRECISION = "float32"
 # An option in the header of caches without the teacher's tokenizer: the vocabulary has the listed tokens only.
 LISTED_VOCABULARY = "listed tokens"
@@ -69,7 +71,8 @@ class CacheWriter:
         name: the teacher's name in metrics, and its identity: caches with one name and tokenizer can be merged. "": the
             tokenizer's, and the log-probabilities are the identity.
         support: "top-k" if the listed ids are the most likely ones of each position, "candidates" if they are any
-            others, "none" for observed tokens only.
+            others, "none" for observed tokens only. "top-k+sample" and "sample": with tokens sampled from the others;
+            the number of sample sets and their size are those of the first document.
         top_k: number of the most likely ids that each position lists, if the observed token may be listed in addition.
             None: it follows from the lists. 0: not known.
         precision: as `xtk cache-teacher --precision`.
@@ -99,9 +102,9 @@ class CacheWriter:
         is_vocabulary_complete: bool = True,
     ) -> None:
         self._exist_ok, self._is_vocabulary_complete = exist_ok, is_vocabulary_complete
-        if support not in EXACT_SUPPORTS:
-            raise unknown_name_error("support of CacheWriter", support, EXACT_SUPPORTS)
-        if top_k is not None and (support != "top-k" or top_k < 0):
+        if support not in (known := (*EXACT_SUPPORTS, *SAMPLED_SUPPORTS)):
+            raise unknown_name_error("support of CacheWriter", support, known)
+        if top_k is not None and (support not in ("top-k", "top-k+sample") or top_k < 0):
             raise XtkError(
                 f"top_k is {top_k} with support={support!r}, but must be at least 0, and is only for support='top-k'",
                 hint="use top_k=None: it follows from the lists",
@@ -109,6 +112,7 @@ class CacheWriter:
         codec_for_precision(precision)
         self.output, self._force, self._precision, self._support = output, force, precision, support
         self.tokenizer = to_tokenizer(tokenizer)
+        self._sampling = {"num_samples": 0, "num_sample_sets": 0}  # with samples, that of the first document
         self._given_name, self._name = name, name or Path(self.tokenizer.name).name
         self._folder = open_folder(output)
         self._claim()
@@ -154,6 +158,8 @@ class CacheWriter:
         observed_logprobs: ArrayLike,
         *,
         entropy: ArrayLike | None = None,
+        sampled_ids: ArrayLike | None = None,
+        sampled_logprobs: ArrayLike | None = None,
     ) -> None:
         """Add a document with the teacher's log-probabilities, in nats, normalized over its whole vocabulary.
 
@@ -163,11 +169,22 @@ class CacheWriter:
             top_logprobs: [P, K], their log-probabilities.
             observed_logprobs: [P], those of the observed tokens.
             entropy: [P], of the full distributions; None: its lower bound from the listed tokens is stored.
+            sampled_ids: [P, R, n], ids sampled from the distribution without the listed and the observed ids, with
+                repetitions; -1 at positions where these have all probability. Only for supports with samples.
+            sampled_logprobs: [P, R, n], their log-probabilities.
 
         Raises:
             XtkError: a shape does not fit the tokens, or the values are not a distribution.
         """
-        self.add_tokenized(*self._view(document), top_ids, top_logprobs, observed_logprobs, entropy=entropy)
+        self.add_tokenized(
+            *self._view(document),
+            top_ids,
+            top_logprobs,
+            observed_logprobs,
+            entropy=entropy,
+            sampled_ids=sampled_ids,
+            sampled_logprobs=sampled_logprobs,
+        )
 
     def add_tokenized(
         self,
@@ -178,6 +195,8 @@ class CacheWriter:
         observed_logprobs: ArrayLike,
         *,
         entropy: ArrayLike | None = None,
+        sampled_ids: ArrayLike | None = None,
+        sampled_logprobs: ArrayLike | None = None,
     ) -> None:
         """Add a document whose teacher tokens are known; arguments as for `add`."""
         where = f"document {self._plan.num_documents}"
@@ -188,9 +207,13 @@ class CacheWriter:
                 hint="create another one; or call close() again if it failed",
             )
         arrays = _checked_arrays(tokens, top_ids, top_logprobs, observed_logprobs, entropy, where)
+        arrays = self._with_samples(arrays, sampled_ids, sampled_logprobs, where)
         scored = TeacherDocument(view, tokens, arrays_to_stored([tokens], arrays)[0])
         vocab_size = self.tokenizer.embedding_rows
-        check_scored_document(scored, where, vocab_size=vocab_size, precision=self._precision, hints=_HINTS)
+        support = Support(self._support, **self._sampling) if self._sampling["num_samples"] else None
+        check_scored_document(
+            scored, where, vocab_size=vocab_size, support=support, precision=self._precision, hints=_HINTS
+        )
         list_forms = _list_forms(tokens, arrays)
         self._check_top_k(list_forms, where)
         self._list_forms |= list_forms
@@ -207,6 +230,35 @@ class CacheWriter:
         stored = scored.stored_logprobs
         for values in (stored.ids, stored.logprobs, stored.observed_logprobs, stored.entropy):
             self._values.update(values.tobytes())
+        if stored.sample_logprobs is not None:
+            for values in (stored.sample_ids, stored.sample_counts, stored.sample_logprobs):
+                self._values.update(values.tobytes())
+
+    def _with_samples(
+        self, arrays: LogprobArrays, ids: ArrayLike | None, logprobs: ArrayLike | None, where: str
+    ) -> LogprobArrays:
+        """Return the arrays with sampled ids, refused if they do not fit the support."""
+        if self._support not in SAMPLED_SUPPORTS and ids is None and logprobs is None:
+            return arrays
+        sampled = to_array("sampled_ids", [] if ids is None else ids, np.int64, where)
+        values = to_array("sampled_logprobs", [] if logprobs is None else logprobs, np.float32, where)
+        shape = len(arrays.ids), self._sampling["num_sample_sets"], self._sampling["num_samples"]
+        if self._support in SAMPLED_SUPPORTS and not self._plan.num_documents and sampled.ndim == 3:
+            shape = len(arrays.ids), *sampled.shape[1:]
+        if (
+            sampled.shape != shape
+            or values.shape != shape
+            or not all(shape[1:])
+            or not np.isfinite(values[sampled >= 0]).all()
+        ):
+            raise XtkError(
+                f"sampled_ids and sampled_logprobs have the shapes {sampled.shape} and {values.shape}; they must be "
+                "finite and [positions, sample sets, samples], with the same sizes in all documents",
+                where=where,
+                hint=f"give both, with support={' or '.join(map(repr, SAMPLED_SUPPORTS))} only",
+            )
+        self._sampling = {"num_samples": shape[2], "num_sample_sets": shape[1]}
+        return replace(arrays, sampled_ids=sampled.astype(np.int32), sampled_logprobs=values)
 
     def close(self) -> TeacherCache:
         """Write the cache and open it. After an error in writing, it can be called again.
@@ -233,7 +285,7 @@ class CacheWriter:
         plan.optional_columns = [name for name in OPTIONAL_COLUMNS if name in self._used_columns]
         order = make_vocabulary_order(self._precision, self.tokenizer, plan)
         top_k = 0
-        if self._support == "top-k":
+        if self._support in ("top-k", "top-k+sample"):
             known = self._top_k
             top_k = _common_top_k(self._list_forms, self.tokenizer.embedding_rows) if known is None else known
         values = f"values:sha256:{self._values.hexdigest()}"
@@ -241,7 +293,7 @@ class CacheWriter:
             self.tokenizer,
             plan,
             order,
-            support=Support(self._support, top_k=top_k),
+            support=Support(self._support, top_k=top_k, **self._sampling),
             precision=self._precision,
             name=self._name,
             weights=f"name:{self._given_name}" if self._given_name else values,
@@ -308,8 +360,8 @@ class CacheWriter:
     def _spool_shard(self, number: int) -> None:
         """Write the pending documents, exactly, to a temporary file, so that memory does not grow with the cache."""
         assert self._spool is not None
-        codec = {"name": codec_for_precision(_EXACT_PRECISION), "precision": _EXACT_PRECISION, "num_samples": 0,
-                 "num_sample_sets": 0}  # fmt: skip
+        codec = {"name": codec_for_precision(_EXACT_PRECISION), "precision": _EXACT_PRECISION, **self._sampling,
+                 "sample_logprobs": self._sampling["num_samples"] > 0}  # fmt: skip
         header = {
             "codec": codec,
             "teacher": {"embedding_rows": self.tokenizer.embedding_rows},

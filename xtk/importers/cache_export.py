@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from xtk.rollouts.rollout_jsonl import document_fields
 from xtk.text.teacher_tokenization import teacher_views
 
 CONTENT_COLUMNS = ("messages", "tools", "segments", "prompt", "completion")
+SAMPLING_COLUMNS = ("num_samples", "num_sample_sets")
 _ROWS_PER_GROUP, _MARK = 256, b"xtk-export"
 VERSION_KEY, VERSION = "xtk_export", 1
 _JSON_START = b'{"xtk_export": 1, '  # of each line: only such files are replaced
@@ -49,7 +51,8 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
 
     A row has the `support` of its exact entries (with `top_k`, the number of the most likely tokens that each position
     has, for `top-k`), `token_ids` [T], `logprobs` [T] (null where a token is not trained),
-    `top_ids` and `top_logprobs` [T] (the exact entries of each position, most likely first; samples are left out),
+    `top_ids` and `top_logprobs` [T] (the exact entries of each position, most likely first), `sampled_ids` and
+    `sampled_logprobs` [T] (for each sample set of a position the sampled ids, with repetitions; not from older caches),
     `complete`, the document in `CONTENT_COLUMNS`, and `weight` and `route` where the cache has them, as `import_cache`
     reads it.
 
@@ -58,11 +61,11 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
         force: move aside a file at this path.
     """
     Output(path, EXPORT, force=force).find_finished("")
-    if cache.header["options"].get("support") == "sample":
+    if cache.header["options"].get("support") == "sample" and not _has_samples(cache):
         raise XtkError(
-            "this cache has only sampled tokens, whose probabilities are estimates",
+            "this cache has only sampled tokens, whose log-probabilities it lacks",
             where=cache.folder.name,
-            hint="run cache-teacher with --support top-k or top-k+sample",
+            hint="run cache-teacher again with this version of xtk",
         )
     has_other_tokens: list[bool] = []  # of `teacher_prompt`, and of given or sampled tokens
     with write_output(path) as temporary:
@@ -72,13 +75,18 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
                 for row in rows:
                     stream.write(json.dumps({VERSION_KEY: VERSION, **row}, ensure_ascii=False) + "\n")
         else:
-            _write_parquet(rows, temporary, _optional_fields(cache))
+            _write_parquet(rows, temporary, _optional_fields(cache), with_samples=_has_samples(cache))
     if any(has_other_tokens):
         terminal.note(
             f"cache export: warning: {sum(has_other_tokens):,} of {len(cache):,} documents have teacher tokens that "
             "are not those of their text; cache import reads the tokens as text"
         )
     return len(cache)
+
+
+def _has_samples(cache: TeacherCache) -> bool:
+    """Return whether a cache has sampled tokens with their log-probabilities."""
+    return bool(cache.header["codec"].get("sample_logprobs"))
 
 
 def _optional_fields(cache: TeacherCache) -> list[str]:
@@ -91,7 +99,11 @@ def _rows(cache: TeacherCache, has_other_tokens: list[bool]) -> Iterator[dict[st
     """Yield the rows, and append whether a document's teacher tokens are not those of its text."""
     tokenizer, fields = cache.teacher_tokenizer, _optional_fields(cache)
     kind = str(cache.header["options"].get("support"))
-    support = kind if kind in EXACT_SUPPORTS else "top-k"  # top-p, and top-k+sample without the samples
+    with_samples = _has_samples(cache)
+    # top-p, and top-k+sample without the samples, is top-k.
+    support = kind if kind in EXACT_SUPPORTS or with_samples else "top-k"
+    codec = cache.header["codec"]
+    sampling = {name: codec[name] for name in SAMPLING_COLUMNS} if with_samples else {}
     top_k = 1 if kind == "top-p" else cache.header["options"].get("top_k")
     for number in range(len(cache)):
         stored = cache.read_document(number, None)
@@ -101,7 +113,10 @@ def _rows(cache: TeacherCache, has_other_tokens: list[bool]) -> Iterator[dict[st
         except XtkError:
             has_other_tokens.append(True)
         values = {"weight": stored.document.weight, "route": stored.document.teacher_name}
-        yield {"support": support, "top_k": top_k} | _row(stored) | {name: values[name] for name in fields}
+        row = (
+            {"support": support, "top_k": top_k} | sampling | _row(stored) | (_samples(stored) if with_samples else {})
+        )
+        yield row | {name: values[name] for name in fields}
 
 
 def _row(stored: TeacherDocument) -> dict[str, Any]:
@@ -126,16 +141,40 @@ def _row(stored: TeacherDocument) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write_parquet(rows: Iterator[dict[str, Any]], path: Path, fields: list[str]) -> None:
+def _samples(document: TeacherDocument) -> dict[str, Any]:
+    """Return the sampled ids of a stored document, and their log-probabilities, as columns of a row."""
+    stored = document.stored_logprobs
+    assert stored.sample_logprobs is not None
+    ids: list[list[list[int]] | None] = [None] * len(document.tokens)
+    logprobs: list[list[list[float]] | None] = [None] * len(document.tokens)
+    sets = stored.num_sample_sets
+    for at, position in enumerate(stored.positions.tolist()):
+        edges = stored.sample_offsets[at * sets : (at + 1) * sets + 1].tolist()
+        of_sets = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+        counts = [stored.sample_counts[one] for one in of_sets]
+        ids[position] = [np.repeat(stored.sample_ids[one], n).tolist() for one, n in zip(of_sets, counts, strict=True)]
+        logprobs[position] = [
+            np.repeat(stored.sample_logprobs[one], n).tolist() for one, n in zip(of_sets, counts, strict=True)
+        ]
+    return {"sampled_ids": ids, "sampled_logprobs": logprobs}
+
+
+def _write_parquet(rows: Iterator[dict[str, Any]], path: Path, fields: list[str], *, with_samples: bool) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    samples = [
+        *((name, pa.int32()) for name in SAMPLING_COLUMNS),
+        ("sampled_ids", pa.list_(pa.list_(pa.list_(pa.int32())))),
+        ("sampled_logprobs", pa.list_(pa.list_(pa.list_(pa.float32())))),
+    ]
     schema = pa.schema(
         [
             ("support", pa.string()), ("top_k", pa.int32()), *((name, pa.string()) for name in CONTENT_COLUMNS),
             ("complete", pa.bool_()),
             ("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32())),
             ("top_ids", pa.list_(pa.list_(pa.int32()))), ("top_logprobs", pa.list_(pa.list_(pa.float32()))),
+            *(samples if with_samples else ()),
             *((name, OPTIONAL_COLUMNS[name]) for name in fields),
         ],
         metadata={_MARK: b"1"},

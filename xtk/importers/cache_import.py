@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.api.cache_from_arrays import EXACT_SUPPORTS, CacheWriter, to_array
+from xtk.api.cache_from_arrays import EXACT_SUPPORTS, SAMPLED_SUPPORTS, CacheWriter, to_array
 from xtk.api.tokenizer_argument import store_files
 from xtk.cache.codec.shard_codec_registry import DEFAULT_PRECISION
 from xtk.cache.manifest import MAX_TOKEN_ID
@@ -20,7 +20,7 @@ from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
-from xtk.importers.cache_export import VERSION, VERSION_KEY
+from xtk.importers.cache_export import SAMPLING_COLUMNS, VERSION, VERSION_KEY
 from xtk.importers.completion_logprobs import (
     MIN_REMAINDER,
     ScoredAnswer,
@@ -74,7 +74,9 @@ def import_cache(
     known: set[bytes] = set()
     model, fingerprints, support = "", set[str](), "none"
     top_k = set[int | None]()
+    samplings = set[tuple[str, int, int] | None]()
     for row in rows:
+        samplings.add(_sampling_of(row))
         support = max(support, _support_of(row), key=_SUPPORT_ORDER.index)
         top_k.add(_top_k_of(row))
         if isinstance(row, ScoredAnswer):
@@ -93,11 +95,14 @@ def import_cache(
             "configuration between them"
         )
     place = tokenizer or _write_byte_tokenizer(known)
+    if len(samplings) == 1 and (common := next(iter(samplings))) is not None:  # else samples are left out
+        support = common[0]
     with CacheWriter(
         output, place, name=name or Path(model).name, support=support,
-        top_k=next(iter(top_k)) if len(top_k) == 1 and support == "top-k" else None,
+        top_k=next(iter(top_k)) if len(top_k) == 1 and support in ("top-k", "top-k+sample") else None,
         precision=precision, force=force, exist_ok=True, is_vocabulary_complete=bool(tokenizer),
     ) as writer:  # fmt: skip
+        rows.with_samples = support in SAMPLED_SUPPORTS
         for row in rows:
             rows.add(writer, row)
     rows.counts.print_notes()
@@ -120,9 +125,21 @@ def _support_of(row: Row) -> str:
     return "top-k" if lists_others else "none"
 
 
+def _sampling_of(row: Row) -> tuple[str, int, int] | None:
+    """Return the support, the samples of a set and the sample sets of an exported row; None: it has no samples."""
+    if not isinstance(row, Mapping) or row.get("support") not in SAMPLED_SUPPORTS:
+        return None
+    sizes = [row.get(name) for name in SAMPLING_COLUMNS]
+    if not all(isinstance(size, int) and 0 < size <= MAX_TOKEN_ID for size in sizes) or not isinstance(
+        row.get("sampled_ids"), list
+    ):
+        return None
+    return str(row["support"]), int(sizes[0] or 0), int(sizes[1] or 0)
+
+
 def _top_k_of(row: Row) -> int | None:
     """Return how many of the most likely tokens each position of an exported row has; None: the row has no number."""
-    if not isinstance(row, Mapping) or row.get("support") != "top-k":
+    if not isinstance(row, Mapping) or row.get("support") not in ("top-k", "top-k+sample"):
         return None
     top_k = row.get("top_k")
     if not isinstance(top_k, int) or isinstance(top_k, bool) or not 0 <= top_k <= MAX_TOKEN_ID:
@@ -182,7 +199,7 @@ class _Rows:
     def __init__(self, corpus: Corpus, codec: DistillKitCodec | None, *, skip_invalid: bool) -> None:
         self._corpus, self._codec, self._skip, self.num_skipped = corpus, codec, skip_invalid, 0
         self.counts = _ImportCounts()
-        self.expected_model = ""
+        self.expected_model, self.with_samples = "", False
         self._where, self._num_passes = "", 0
 
     def __iter__(self) -> Iterator[Row]:
@@ -234,7 +251,7 @@ class _Rows:
                 elif isinstance(row, ListedRow):
                     _add_listed(writer, row, self.counts)
                 else:
-                    _add_columns(writer, row, self.counts)
+                    _add_columns(writer, row, self.counts, with_samples=self.with_samples)
         except XtkError as failure:
             self._refuse(failure)
 
@@ -351,7 +368,23 @@ def _has_tokens(
     return np.array_equal(tokenized, token_ids) and np.array_equal(positions, np.flatnonzero(scored))
 
 
-def _add_columns(writer: CacheWriter, row: Mapping[str, Any], counts: _ImportCounts) -> None:
+def _samples(row: Mapping[str, Any], positions: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the arguments of `CacheWriter.add` for the samples of an exported row; sets may be empty."""
+    sampling = _sampling_of(row)
+    assert sampling is not None
+    arrays: dict[str, Any] = {}
+    for name, empty, dtype in (("sampled_ids", -1, np.int64), ("sampled_logprobs", -np.inf, np.float32)):
+        values = arrays[name] = np.full((len(positions), sampling[2], sampling[1]), empty, dtype)
+        for number, position in enumerate(positions.tolist()):
+            for at, one in enumerate(row[name][position]):
+                if one:
+                    values[number, at] = to_array(name, one, dtype, "")
+    return arrays
+
+
+def _add_columns(
+    writer: CacheWriter, row: Mapping[str, Any], counts: _ImportCounts, *, with_samples: bool = False
+) -> None:
     """Add a row with token ids: of its text or messages if these have the same tokens, else of the ids alone."""
     for name in ID_COLUMNS:
         if not isinstance(row[name], list):
@@ -380,4 +413,5 @@ def _add_columns(writer: CacheWriter, row: Mapping[str, Any], counts: _ImportCou
     for number, (listed, logprobs) in enumerate(lists):
         top_ids[number, : len(listed)] = to_array("top_ids", listed, np.int64, "")
         top[number, : len(listed)] = to_array("top_logprobs", logprobs, np.float32, "")
-    writer.add({**document, **optional}, top_ids, top, [row["logprobs"][at] for at in numbers])
+    samples = _samples(row, numbers) if with_samples else {}
+    writer.add({**document, **optional}, top_ids, top, [row["logprobs"][at] for at in numbers], **samples)
