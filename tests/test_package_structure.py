@@ -37,7 +37,7 @@ FLOORS = [
      1_210),  # to reach: 850
     ("losses",
      "one file a loss, and the fused head; `cells/`: the mechanisms; `kernels/`: numba and Triton",
-     6_050),  # to reach: 5,800
+     6_250),  # to reach: 5,800
     ("teachers", "backends, planning and writing of caches, online teachers", 3_170),  # to reach: 3,000
     ("rewards", "rewards, and the sandbox that runs generated code", 2_100),
     ("rollouts", "generation backends, prompts, environments, files of rollouts", 2_480),
@@ -55,8 +55,8 @@ FLOORS = [
     ("transplant",
      "another tokenizer for a model: rows of embedding and head, pruned vocabularies",
      1_100),
-    ("api", "the Python API: `xtk/__init__.py` names its objects", 1_490),
-    ("importers", "caches from and for other tools, answers of services", 1_710),  # to reach: 1,550
+    ("api", "the Python API: `xtk/__init__.py` names its objects", 1_545),
+    ("importers", "caches from and for other tools, answers of services", 1_785),  # to reach: 1,550
     ("doctor", "checks and forecasts before a long run", 1_450),  # to reach: 1,250
     ("quickstart", "the demonstration pipeline and its tiny models", 480),
     ("pages", "HTML pages, their templates, and the tables on them", 1_160),  # to reach: 900

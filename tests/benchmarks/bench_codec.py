@@ -93,7 +93,10 @@ def measure(
     label: str, rows: Rows, order: VocabularyOrder, support: Support, precision: str, target: str
 ) -> tuple[str, str, str]:
     """Return a row of the report."""
-    options = {"precision": precision, "num_sample_sets": support.num_sample_sets, "num_samples": support.num_samples}
+    options = {
+        "precision": precision, "num_sample_sets": support.num_sample_sets, "num_samples": support.num_samples,
+        "sample_logprobs": support.num_sample_sets > 0,
+    }  # fmt: skip
     PackedCodec.pack(rows[:2], options, order)
     started = time.thread_time()
     tables, tokens, logprobs = PackedCodec.pack(rows, options, order)

@@ -11,7 +11,7 @@ import torch
 from recorded_training_steps import make_train_config, open_run_inputs
 
 from xtk.batches.data_sources import DocumentsFromCaches
-from xtk.batches.losses_per_teacher import open_teachers
+from xtk.batches.losses_per_teacher import note_missing_sample_logprobs, open_teachers
 from xtk.batches.micro_batches import BatchBuilder
 from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
@@ -162,3 +162,20 @@ def test_positions_with_nan_teacher_log_probabilities_are_skipped_and_counted(pa
     assert [batch.nan_positions for batch in batches] == [0, 3]
     assert 0 < batches[1].terms[0].num_items < batches[0].terms[0].num_items
     assert np.isfinite(batches[1].terms[0].teacher_probs.numpy()).all()
+
+
+def test_sampled_tokens_without_log_probabilities_are_noted_or_refused(run, pair, corpus, tmp_path, capsys):
+    """A cache of an older version: the flag of the codec is missing, and so are the values."""
+    run("cache-teacher", pair.teacher, corpus, "--support", "sample", "-o", "drawn", cwd=tmp_path)
+    (teacher,) = open_teachers([str(tmp_path / "drawn")], [], Tokenizer(pair.teacher))
+    texts = ["reverse-kl", "forward-kl", "jsd:temperature=2", "byte-kl:divergence=tvd"]
+    losses = parse_losses(texts)
+    assert [bool(teacher.refusal(loss)) for loss in losses] == [False, False, True, True]
+    note_missing_sample_logprobs([teacher])
+    assert "log-probabilities" not in capsys.readouterr().err
+    teacher.source.header["codec"].pop("sample_logprobs")
+    note_missing_sample_logprobs([teacher])
+    assert "sampled tokens have no log-probabilities" in capsys.readouterr().err
+    refusals = [str(teacher.refusal(loss)) for loss in losses]
+    assert "reverse-kl needs the log-probabilities of sampled tokens, which this cache does not have" in refusals[0]
+    assert refusals[1] == "None"

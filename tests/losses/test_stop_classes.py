@@ -14,7 +14,8 @@ from test_loss_contract import DISTRIBUTIONS, LOSS_INSTANCES
 
 from xtk.batches.losses_per_teacher import PAIR_PROJECTION_METHOD, cached_next_bytes, cached_projection
 from xtk.cache.teacher_document import TeacherDocument
-from xtk.losses.cells.stop_classes import StopClasses
+from xtk.cache.teacher_logprobs import TeacherLogprobs
+from xtk.losses.cells.stop_classes import StopClasses, merge_stop_tokens
 from xtk.losses.head import fused_loss
 from xtk.losses.interface import LossInputs
 from xtk.losses.spec import LossSpec
@@ -136,3 +137,23 @@ def test_a_stop_of_a_chat_teacher_leaves_the_stop_of_a_base_student(tokenizers, 
         gradients.append(value_and_gradient(term, inputs, logits)[1][:, base])
     # A positive gradient lowers the native stop token; alone, it costs the student its only stop token.
     assert float(gradients[0][-1]) < 1e-3 < float(gradients[1].max())
+
+
+def test_a_sampled_stop_token_represents_its_part_of_the_class():
+    """Three stop tokens, of which two were sampled: the ratio to the student's class is exact on average."""
+    masses, probs = np.array([0.1, 0.05]), np.array([0.08, 0.04])
+    logprobs = TeacherLogprobs(
+        positions=np.array([1], np.int32),
+        offsets=np.array([0, 4], np.int64),
+        ids=np.array([5, 2, 3, 6], np.int32),
+        logprobs=np.log([0.8, *masses, 0.05]).astype(np.float32),
+        remainder_mass=np.zeros(1, np.float32),
+        observed_logprobs=np.log([0.8]).astype(np.float32),
+        entropy=np.ones(1, np.float32),
+        exact_counts=np.array([1], np.int64),
+        token_logprobs=np.log([0.8, *probs, 0.01]).astype(np.float32),
+    )
+    merged = merge_stop_tokens(logprobs, np.array([5, 5], np.int32), np.array([1, 2, 3], np.int32))
+    assert merged.ids.tolist() == [5, 1, 6]
+    expected = masses.sum() / (masses / (3 * probs)).sum()
+    np.testing.assert_allclose(np.exp(merged.token_logprobs), [0.8, expected, 0.01], rtol=1e-6)

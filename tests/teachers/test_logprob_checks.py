@@ -92,7 +92,7 @@ def with_exact_id_among_samples(scores: StoredLogprobs) -> StoredLogprobs:
     offsets[0] = 0
     ids = np.concatenate([scores.ids[:1], scores.sample_ids[size:]])
     counts = np.concatenate([np.array([5], np.int32), scores.sample_counts[size:]])
-    return changed(scores, sample_offsets=offsets, sample_ids=ids, sample_counts=counts)
+    return changed(scores, sample_offsets=offsets, sample_ids=ids, sample_counts=counts, sample_logprobs=None)
 
 
 def with_mass_above_1(scores: StoredLogprobs) -> StoredLogprobs:
@@ -115,6 +115,9 @@ INVALID = {
     "a mass above 1": (with_mass_above_1, "do not sum to 1"),
     "a rest that is not the rest": (with_value("remainder_mass", 1.5), "do not sum to 1"),
     "a rest below 0": (with_value("remainder_mass", -0.005), "do not sum to 1"),
+    "a sampled token without a log-probability": (
+        with_value("sample_logprobs", -np.inf, 0), "sampled tokens that are not finite"
+    ),
     "an id below 0": (with_value("ids", -1, 0), "outside of its vocabulary"),
     "an id past the vocabulary": (with_value("ids", VOCAB_SIZE, 0), "outside of its vocabulary"),
     "a sampled id past the vocabulary": (

@@ -306,6 +306,7 @@ def _without_samples(logprobs: TeacherLogprobs, where: NDArray[np.bool_]) -> Tea
         ids=logprobs.ids[~dropped],
         logprobs=logprobs.logprobs[~dropped],
         remainder_mass=(logprobs.remainder_mass + sampled).astype(np.float32),
+        token_logprobs=None,
     )
 
 

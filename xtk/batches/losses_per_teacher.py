@@ -90,6 +90,11 @@ class DistillationTeacher:
         return "sampled_tokens" in optional_columns(self.source.header)
 
     @property
+    def has_sample_logprobs(self) -> bool:
+        """Whether its sampled tokens have log-probabilities; those of older caches do not."""
+        return bool(self.source.header["codec"].get("sample_logprobs"))
+
+    @property
     def has_students_tokenizer(self) -> bool:
         """Whether it has the student's tokenizer."""
         return bool(self.identity["tokenizer"] == self.student.fingerprint)
@@ -162,8 +167,16 @@ class DistillationTeacher:
         if (
             self.support == "sample"
             and rule.requires == "distribution"
-            and not loss.make_divergence().is_linear_in_teacher
+            and not (divergence := loss.make_divergence()).accepts_samples(
+                rule.compares_single_tokens and self.has_sample_logprobs
+            )
         ):
+            if divergence.accepts_samples(rule.compares_single_tokens):
+                return XtkError(
+                    f"the loss {loss} needs the log-probabilities of sampled tokens, which this cache does not have",
+                    where=where,
+                    hint="make the cache again with this version of xtk; or use divergence=forward-kl",
+                )
             return XtkError(
                 f"the loss {loss} would be biased: with sampled tokens only forward-kl at temperature 1 is unbiased",
                 where=where,
@@ -401,6 +414,16 @@ def assign_losses(
                 assigned[same[0]] = chosen  # one CE for all teachers: the smallest weight, in any order of the teachers
     assigned.sort(key=lambda one: one.teacher is not None)
     return assigned, "; ".join(describe_auto_losses(assigned, [why for _, why in reasons]))
+
+
+def note_missing_sample_logprobs(teachers: Sequence[DistillationTeacher]) -> None:
+    """Print one note if caches with sampled tokens, written by an older version, lack their log-probabilities."""
+    older = [one.path for one in teachers if "sample" in one.support and not one.has_sample_logprobs]
+    if older:
+        terminal.note(
+            f"distill: {', '.join(older)}: sampled tokens have no log-probabilities, so forward-kl and byte-kl have "
+            "more noise near the teacher, and other divergences ignore the samples; make the cache again to change this"
+        )
 
 
 def describe_auto_losses(losses: Sequence[AssignedLoss], reasons: Sequence[str]) -> Iterator[str]:

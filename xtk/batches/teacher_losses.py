@@ -69,6 +69,8 @@ class TeacherLosses:
             teacher_weight=1.0
             if is_weighted_later or method in ("mixture", "route")
             else self.combination.weights[one.teacher],
+            # An id that one teacher of a mixture sampled has no known probability under the others.
+            has_sample_logprobs=self.teachers[one.teacher].has_sample_logprobs and method != "mixture",
             denominator_group=("auto" if one.is_auto else loss.name) if method == "route" else "",
             stop_classes=self.teachers[one.teacher].stop_classes,
         )

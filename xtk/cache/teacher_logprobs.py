@@ -15,7 +15,7 @@ from xtk.name_registry import unknown_name_error
 SUPPORTS = {
     "top-k": "the K most likely tokens, plus the sum of the remainder",
     "top-p": "the most likely tokens up to mass P, at most K, plus the sum of the remainder",
-    "sample": "samples from the full distribution: unbiased with few bytes, for forward KL only",
+    "sample": "samples from the full distribution: unbiased with few bytes; for forward KL and equal tokenizers",
     "top-k+sample": "the K most likely tokens, plus samples from the remainder: unbiased, with less noise",
     "candidates": "the candidate ids in the data (candidate_ids), plus the sum of the remainder",
     "none": "the observed token only: enough for losses on observed tokens",

@@ -226,6 +226,7 @@ def _objectives(teacher: DistillationTeacher) -> list[LossTerm]:
             teacher.comparison_space(loss.make_loss().comparison_space),
             loss.name,
             stop_classes=teacher.stop_classes,
+            has_sample_logprobs=teacher.has_sample_logprobs,
         )
         for loss in losses
     ]

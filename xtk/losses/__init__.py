@@ -45,7 +45,7 @@ COMPARISON_SPACES = {
 TEACHER_REQUIREMENTS = {
     "nothing": "nothing",
     "observed": "log-probabilities of the observed tokens: any support, including `none`",
-    "distribution": "a distribution: any support but `none`; nonlinear losses ignore sampled tokens, so not `sample`",
+    "distribution": "a distribution: any support but `none`; not `sample` where a divergence cannot use sampled tokens",
     "ranks": "the exact most likely tokens: support `top-k`, `top-p`, or `top-k+sample` without its samples",
     "exact": "exact probabilities: any support but `none` and `sample`; sampled tokens are ignored",
     "candidates": "exact probabilities of the student's most likely tokens: support `candidates`, or the whole "

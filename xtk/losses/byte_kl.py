@@ -42,11 +42,12 @@ class ByteKL(Loss):
         assert stored is not None
         items = find_all_boundaries(example, comparison_space)
         try:
-            cell_offsets, entry_offsets, probs, first_members, *runs, corrections = fill_byte_cells(
+            cell_offsets, entry_offsets, probs, first_members, *runs, corrections, sampled_probs = fill_byte_cells(
                 comparison_space.student,
                 comparison_space.teacher,
                 comparison_space.continuations,
                 comparison_space.cell_token_offsets,
+                comparison_space.num_teacher_tokens,
                 TeacherArrays.from_logprobs(stored),
                 items,
             )
@@ -72,6 +73,7 @@ class ByteKL(Loss):
             stops=stops,
             alternative_offsets=np.append(0, np.cumsum(stops - firsts, dtype=np.int64)),
             corrections=None if stored.exact_counts is None else corrections,
+            sampled_probs=sampled_probs if sampled_probs.any() else None,
         )
 
 

@@ -48,6 +48,15 @@ class Divergence:
         """
         return False
 
+    def accepts_samples(self, has_sample_logprobs: bool) -> bool:
+        """Return whether sampled tokens give unbiased estimates of it.
+
+        Args:
+            has_sample_logprobs: whether the teacher's probability of each sampled cell is known. Then the divergence is
+                linear in the samples, unless both distributions are raised to a power and normalized.
+        """
+        return self.is_linear_in_teacher or (has_sample_logprobs and self.temperature == 1)
+
     @property
     def min_remainder(self) -> float:
         """Probability to which an empty remainder of the teacher is raised."""

@@ -168,6 +168,8 @@ class Loss:
         default_divergence: a key of `DIVERGENCES`, the default of that option.
         items_are_spans: whether an item is a span, and not the position of its first row.
         stop_class: the sides whose stop tokens are one event: `both`, `teacher` or `none`.
+        compares_single_tokens: whether each cell is one token of the teacher, so that a sampled token's log-probability
+            is that of its cell.
     """
 
     where: str = option(ALL_POSITIONS, "Positions of the items.", choices=(ALL_POSITIONS, SHARED_BOUNDARIES))
@@ -181,6 +183,7 @@ class Loss:
     default_divergence: ClassVar[str] = "forward-kl"
     items_are_spans: ClassVar[bool] = False
     stop_class: ClassVar[str] = BOTH_STOP_CLASSES
+    compares_single_tokens: ClassVar[bool] = False
 
     @property
     def covers_spans(self) -> bool:

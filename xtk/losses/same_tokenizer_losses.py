@@ -13,6 +13,7 @@ class TokenDivergenceLoss(Loss):
 
     comparison_space = "tokens"
     averaged_over = "tokens"
+    compares_single_tokens = True
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per token; `comparison_space` is the identity projection."""

@@ -35,6 +35,7 @@ class LossTerm:
         teacher_weight: the teacher's weight among several.
         denominator_group: terms with the same group are divided by their common number of items; "": by their own.
         stop_classes: the stop tokens of both models, which are compared as one; None: each by itself.
+        has_sample_logprobs: whether the teacher's sampled tokens have log-probabilities.
     """
 
     loss: Loss
@@ -46,6 +47,7 @@ class LossTerm:
     teacher_weight: float = 1.0
     denominator_group: str = ""
     stop_classes: StopClasses | None = None
+    has_sample_logprobs: bool = False
 
     @property
     def uses_teacher(self) -> bool:
@@ -55,7 +57,9 @@ class LossTerm:
     @property
     def accepts_samples(self) -> bool:
         """Whether it can use sampled tokens (unbiased estimates); if not, it uses exact entries and a remainder."""
-        return self.loss.requires not in EXACT_REQUIREMENTS and self.divergence.is_linear_in_teacher
+        if self.loss.requires in EXACT_REQUIREMENTS:
+            return False
+        return self.divergence.accepts_samples(self.loss.compares_single_tokens and self.has_sample_logprobs)
 
     def build_cells(self, inputs: LossInputs) -> LossCells:
         """Return the cells of an example on the CPU, with scale 1."""

@@ -152,6 +152,12 @@ class BytePartition:
         return VocabularyArray(self.cell_tokens)
 
     @cached_property
+    def num_teacher_tokens(self) -> NDArray[np.int64]:
+        """int64 [cells], the number of the teacher's tokens in each cell."""
+        cells = self.teacher.token_cells
+        return np.bincount(cells[cells >= 0], minlength=len(self.cell_token_offsets) - 1)
+
+    @cached_property
     def longest_prefixes(self) -> LongestPrefixes:
         """The longest student token that each teacher token, and each of its suffixes, begins with."""
         return find_longest_prefixes(self.student, self.teacher)

@@ -68,6 +68,7 @@ def _arrays_fit_together(scores: StoredLogprobs, row: TeacherDocument) -> bool:
         and len(scores.offsets) == size + 1
         and _are_offsets(scores.offsets, scores.ids, scores.logprobs)
         and _are_offsets(scores.sample_offsets, scores.sample_ids, scores.sample_counts)
+        and (scores.sample_logprobs is None or len(scores.sample_logprobs) == len(scores.sample_ids))
     )
 
 
@@ -80,6 +81,9 @@ def _wrong_numbers(scores: StoredLogprobs) -> str | None:
     numbers = (scores.logprobs, scores.observed_logprobs, scores.remainder_mass)
     if any(np.isnan(values).any() for values in numbers) or not np.isfinite(scores.entropy).all():
         return "the teacher returned log-probabilities that are NaN, or an entropy that is not finite"
+    sampled = scores.sample_logprobs
+    if sampled is not None and not (np.isfinite(sampled) & (sampled <= TOLERANCE)).all():
+        return "the teacher returned log-probabilities of sampled tokens that are not finite or above 0"
     if (scores.logprobs > TOLERANCE).any() or (scores.observed_logprobs > TOLERANCE).any():
         return "the teacher returned log-probabilities above 0"
     if (scores.entropy < -TOLERANCE).any():

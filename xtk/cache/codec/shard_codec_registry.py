@@ -106,8 +106,6 @@ class RawCodec:
             for sequence, _ in documents
         ]
         has_sample_logprobs = bool(options.get("sample_logprobs", False))
-        if has_sample_logprobs and any(scores.sample_logprobs is None for _, scores in documents):
-            raise ValueError("sampled ids must have log-probabilities")
         signals = [
             b"".join(
                 (
@@ -117,9 +115,7 @@ class RawCodec:
                     _array_bytes(scores.logprobs, "<f4"),
                     _array_bytes(scores.sample_ids, "<i4"),
                     _array_bytes(scores.sample_counts, "<i4"),
-                    b""
-                    if scores.sample_logprobs is None or not has_sample_logprobs
-                    else _array_bytes(scores.sample_logprobs, "<f4"),
+                    _array_bytes(_sample_logprobs(scores), "<f4") if has_sample_logprobs else b"",
                     _array_bytes(scores.remainder_mass, "<f4"),
                     _array_bytes(scores.observed_logprobs, "<f4"),
                     _array_bytes(scores.entropy, "<f4"),
@@ -181,6 +177,12 @@ class _ArrayReader:
         array: NDArray[Any] = np.frombuffer(self._packed, kind, count, self._at)
         self._at += array.nbytes
         return array
+
+
+def _sample_logprobs(stored_logprobs: StoredLogprobs) -> NDArray[np.float32]:
+    if stored_logprobs.sample_logprobs is None:
+        raise ValueError("sampled ids must have log-probabilities")
+    return stored_logprobs.sample_logprobs
 
 
 def _array_bytes(array: NDArray[Any], kind: str) -> bytes:

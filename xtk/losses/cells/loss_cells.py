@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.cache.teacher_logprobs import MIN_REMAINDER
+from xtk.losses.cells.sampled_cells import SampledCells
 from xtk.losses.divergences import FORWARD_KL, Divergence
 from xtk.losses.kernels.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.parallel.host_to_device import to_device
@@ -54,6 +55,9 @@ class LossCells:
         scale: factor of each item: the term's weight over the global number of items.
         weights: float32 [C], weight of each item in the sum; None: 1.
         counts: float64 [C], weight of each item in the denominator; None: 1.
+        sampled_probs: float32 [cells], the teacher's probability of a sampled cell, whose `teacher_probs` is the mass
+            that it represents. Of a cell with exact and sampled tokens, minus the exact mass. 0: exact, or unknown.
+        known_samples: bool [C], whether some of the item's cells have `sampled_probs`; None: none has.
         corrections: float64 [C], added to the value of each item, not to its gradient, so that values from sampled
             tokens estimate the divergence. None: none.
         regions: uint8 [C], the region of each item; None: they are not counted.
@@ -79,16 +83,18 @@ class LossCells:
     weights: Tensor | None = None
     counts: Tensor | None = None
     corrections: Tensor | None = None
+    sampled_probs: Tensor | None = None
+    known_samples: Tensor | None = None
     regions: Tensor | None = None
     region_sums: Tensor = field(default_factory=_no_region_sums)
 
     # The fields with a value per item, and those that `to` moves; subclasses add theirs.
     PER_ITEM: ClassVar[tuple[str, ...]] = (
-        "first_rows", "row_counts", "remainder_probs", "weights", "counts", "corrections", "regions",
+        "first_rows", "row_counts", "remainder_probs", "weights", "counts", "corrections", "known_samples", "regions",
     )  # fmt: skip
     ON_DEVICE: ClassVar[tuple[str, ...]] = (
         "entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "rows_averaged", "weights", "corrections",
-        "regions",
+        "sampled_probs", "regions",
     )  # fmt: skip
     # Number of rows before the first row of an item that its value needs too.
     ROWS_BEFORE: ClassVar[int] = 0
@@ -147,6 +153,9 @@ class LossCells:
             "remainder_probs": remainder_probs,
             **others,
         }
+        if (sampled := fields.get("sampled_probs")) is not None:
+            firsts_of_items = np.append(0, np.cumsum(sampled != 0))
+            fields["known_samples"] = np.diff(firsts_of_items[cell_offsets]) > 0
         arrays = {name: torch.from_numpy(one) for name, one in fields.items() if isinstance(one, np.ndarray)}
         return cls(**fields | arrays)
 
@@ -196,7 +205,16 @@ class LossCells:
         if self.ignores_remainder:
             return torch.zeros(self.num_items, dtype=torch.bool)
         has_cells = torch.diff(self.cell_offsets) > 0
-        return has_cells & (self.remainder_probs > 0) if self.divergence.is_linear_in_teacher else has_cells
+        if not self.divergence.is_linear_in_teacher:
+            return has_cells
+        return has_cells & ((self.remainder_probs > 0) | self.has_known_samples)
+
+    @property
+    def has_known_samples(self) -> Tensor:
+        """Bool [C], on the CPU, whether some of an item's cells have `sampled_probs`."""
+        if self.known_samples is None:
+            return torch.zeros(self.num_items, dtype=torch.bool)
+        return self.known_samples
 
     @property
     def is_token_start(self) -> Tensor:
@@ -263,6 +281,7 @@ class LossCells:
             entry_offsets=entry_offsets - entries.start,
             entry_cells=self.entry_cells[entries] - cells.start,
             teacher_probs=self.teacher_probs[cells],
+            sampled_probs=None if self.sampled_probs is None else self.sampled_probs[cells],
             rows=self.rows[entries] - first_row,
             tokens=self.tokens[entries],
             log_weights=self.log_weights[entries],
@@ -317,13 +336,19 @@ class LossCells:
             A scalar, not negative except for rounding if remainders are not ignored.
         """
         device, has_remainder = log_probs.device, self.has_remainder
-        cell_items, cell_probs = self.cell_items, self.teacher_probs
+        cell_items, cell_probs, sampled_probs = self.cell_items, self.teacher_probs, self.sampled_probs
         if cells is not None:
-            cell_items, cell_probs = cell_items[cells], cell_probs[to_device(cells, device)]
+            on_device = to_device(cells, device)
+            cell_items, cell_probs = cell_items[cells], cell_probs[on_device]
+            sampled_probs = None if sampled_probs is None else sampled_probs[on_device]
         owners = to_device(has_remainder.nonzero()[:, 0], device)
         remainder_probs = to_device(self.remainder_probs[has_remainder].to(log_probs.dtype), device)
         cell_items = to_device(cell_items, device)
-        return self.sum_divergence(cell_items, cell_probs, log_probs, owners, remainder_probs, log_remainders)
+        if sampled_probs is None:
+            return self.sum_divergence(cell_items, cell_probs, log_probs, owners, remainder_probs, log_remainders)
+        sampled = SampledCells(cell_items, cell_probs, sampled_probs.to(log_probs.dtype), log_probs, self.num_items)
+        values = sampled.item_values(self.divergence, owners, remainder_probs, log_remainders)
+        return self.factor * (values if self.weights is None else values * self.weights).sum()
 
     def sum_divergence(
         self,

@@ -32,8 +32,13 @@ def projected_cells(
     """
     teacher = example.teacher_logprobs
     assert teacher is not None
-    *arrays, corrections = fill_cells(
-        ranges, TeacherArrays.from_logprobs(teacher), columns.offsets, columns.student_ids, columns.log_weights
+    *arrays, corrections, sampled_probs = fill_cells(
+        ranges,
+        TeacherArrays.from_logprobs(teacher),
+        columns.offsets,
+        columns.student_ids,
+        columns.log_weights,
+        not is_projection,
     )
     if is_projection and columns.num_mapped < columns.width:
         incomplete = np.append(0, np.cumsum(np.diff(teacher.offsets) < columns.width - columns.num_merged))
@@ -43,6 +48,7 @@ def projected_cells(
         **dict(zip(CELL_ARRAYS, arrays, strict=True)),
         item_rows=ranges.row_start.astype(np.int32),
         corrections=None if teacher.exact_counts is None else corrections,
+        sampled_probs=sampled_probs if sampled_probs.any() else None,
     )
 
 

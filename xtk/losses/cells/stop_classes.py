@@ -129,6 +129,13 @@ def merge_stop_tokens(
     observed[exact_owners[is_stop]] = np.maximum(sums[of_exact], observed[exact_owners])[is_stop]
     terms = np.add.reduceat(_plogp(old), firsts)
     entropy[exact_owners] += (terms - _plogp(sums))[of_exact]
+    token_logprobs = logprobs.token_logprobs
+    if token_logprobs is not None:
+        # A sampled stop token represents its part of the class: the mean over samples is the student's probability.
+        ratios = np.log(np.add.reduceat(np.exp(old - token_logprobs[entries]), firsts) / len(stops))
+        token_logprobs = token_logprobs.copy()
+        token_logprobs[entries[firsts]] = np.where(of_exact, sums, sums - ratios)
+        token_logprobs = token_logprobs[kept]
     removed = np.bincount(np.delete(owners, firsts), minlength=len(sizes))
     removed_exact = np.bincount(np.delete(owners, firsts)[~np.delete(is_sampled, firsts)], minlength=len(sizes))
     return replace(
@@ -138,6 +145,7 @@ def merge_stop_tokens(
         logprobs=new[kept],
         observed_logprobs=observed,
         entropy=np.maximum(entropy, 0),
+        token_logprobs=token_logprobs,
         exact_counts=None if logprobs.exact_counts is None else logprobs.exact_counts - removed_exact,
     )
 

@@ -19,6 +19,7 @@ from xtk.losses.kernels.prefix_alternatives_numba import (
 )
 from xtk.losses.kernels.sampled_support_correction import (
     TeacherArrays,
+    known_probability,
     negentropy,
     remainder_correction,
     sampled_log_correction,
@@ -46,20 +47,22 @@ def fill_byte_cells(
     teacher: SortedVocabulary,
     after: PrefixContinuations,
     member_offsets: NDArray[np.int32],
+    teacher_members: NDArray[np.int64],
     support: TeacherArrays,
     items: NDArray[np.int64],
     scan_limit: int = LINEAR_SCAN_LIMIT,
-) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any]:
     """Return the cells of all items as flat arrays.
 
     Args:
         member_offsets: `cell_token_offsets` of `BytePartition`.
+        teacher_members: `num_teacher_tokens` of `BytePartition`.
         items: boundaries, as `find_boundaries` returns them.
         scan_limit: linear scan limit in tokens per cell; the result does not depend on it.
 
     Returns:
         cell_offsets, entry_offsets, teacher_probs, first_members as in `NextByteCells`, for the next-token rows;
-        run_offsets, firsts, stops for the previous rows; corrections as in `LossCells`.
+        run_offsets, firsts, stops for the previous rows; corrections and sampled_probs as in `LossCells`.
     """
     cells_of_both, width = len(member_offsets) - 1, len(student.token_cells)
     scratch = make_scratch(cells_of_both, len(student.token_ids), support)
@@ -67,6 +70,7 @@ def fill_byte_cells(
     cell_offsets, corrections = np.zeros(len(items) + 1, np.int64), np.zeros(len(items), np.float64)
     entry_offsets, run_offsets = np.zeros(1024, np.int64), np.zeros(1024, np.int64)
     probs, first_members = np.empty(1024, np.float32), np.empty(1024, np.int64)
+    sampled_probs = np.empty(1024, np.float32)
     firsts, stops = np.empty(1024, np.int32), np.empty(1024, np.int32)
     # Arrays of a tuple are read once: in a loop, each access would count references, which costs more than the rest.
     slots, item_cells, item_probs = scratch.slots, scratch.cells, scratch.probs
@@ -82,9 +86,10 @@ def fill_byte_cells(
         # If the teacher's next-token distribution has a remainder, cells that it does not list belong to the remainder.
         is_complete = position == NONE or support.remainder_mass[position] <= MIN_REMAINDER
         has_samples = position != NONE and support.exact_stops[position] < support.offsets[position + 1]
-        run_offsets, probs = (
+        run_offsets, probs, sampled_probs = (
             ensure_capacity(run_offsets, groups + num_cells + 3),
             ensure_capacity(probs, cells + num_cells),
+            ensure_capacity(sampled_probs, cells + num_cells),
         )
         firsts, stops = ensure_capacity(firsts, written + count), ensure_capacity(stops, written + count)
         entry_offsets, first_members = (
@@ -113,9 +118,12 @@ def fill_byte_cells(
         written += count
         kept = item_probs[: cells - first_cell]
         elsewhere = ends[0] > 0 if row == NONE else entries - entry_offsets[first_cell] < width
+        scratch.sampled_probs[: len(kept)] = 0.0
         if ends[1] == ends[0] and not elsewhere:
             weight /= normalize_cells(scratch, len(kept))  # the student cannot have a remainder here
-        probs[first_cell:cells] = kept
+        elif row != NONE and has_samples:  # inside of a token, the student's remainder has more than its tail
+            fill_sampled_probs(teacher, support, position, weight, number, scratch, teacher_members)
+        probs[first_cell:cells], sampled_probs[first_cell:cells] = kept, scratch.sampled_probs[: len(kept)]
         if has_samples:
             corrections[number] = boundary_correction(
                 teacher, support, position, weight, number, scratch, kept, row != NONE
@@ -123,7 +131,7 @@ def fill_byte_cells(
         cell_offsets[number + 1] = cells
     return (
         cell_offsets, entry_offsets[: cells + 1], probs[:cells], first_members[:cells],
-        run_offsets[: groups + 1], firsts[:written], stops[:written], corrections,
+        run_offsets[: groups + 1], firsts[:written], stops[:written], corrections, sampled_probs[:cells],
     )  # fmt: skip
 
 
@@ -191,6 +199,43 @@ def fill_teacher_cells(
 
 
 @numba_kernel
+def fill_sampled_probs(
+    side: SortedVocabulary,
+    support: TeacherArrays,
+    position: int,
+    weight: float,
+    number: int,
+    scratch: BoundaryScratch,
+    teacher_members: NDArray[np.int64],
+) -> None:
+    """Write the `sampled_probs` of an item's cells; those of cells without a sampled token stay 0.
+
+    Of the student's probability of a cell, each of its m tokens of the teacher represents 1 / m: so a sampled token
+    counts as a cell of m times its probability, and the expectation over samples is the student's probability.
+    """
+    ids, logprobs, token_cells = support.ids, support.logprobs, side.token_cells
+    owners, slots, exact_probs, sampled_probs = (
+        scratch.cell_owner,
+        scratch.slots,
+        scratch.exact_probs,
+        scratch.sampled_probs,
+    )
+    first, stop = support.exact_stops[position], support.offsets[position + 1]
+    for step in range(2):  # the sums of w / (m t), then the masses of the cells divided by them
+        for entry in range(first, stop):
+            cell = token_cells[ids[entry]] if ids[entry] < len(token_cells) else NONE
+            if cell == NONE or owners[cell] != number or slots[cell] < 0:
+                continue
+            known, slot = known_probability(support, entry), slots[cell]
+            if exact_probs[slot] > 0:
+                sampled_probs[slot] = -exact_probs[slot] if known > 0 else 0.0
+            elif step == 0 and known > 0:
+                sampled_probs[slot] -= np.exp(np.float64(logprobs[entry])) / (teacher_members[cell] * known)
+            elif step == 1 and sampled_probs[slot] < 0:  # once per cell; the sign marks it as done
+                sampled_probs[slot] = scratch.probs[slot] / -sampled_probs[slot]
+
+
+@numba_kernel
 def boundary_correction(
     teacher: SortedVocabulary,
     support: TeacherArrays,
@@ -234,6 +279,11 @@ def sampling_correction(
         if cell == NONE or owners[cell] != number or slots[cell] < 0:
             continue
         slot, mass = slots[cell], weight * np.exp(np.float64(logprobs[entry]))
+        if scratch.sampled_probs[slot] > 0:  # 0, if the token is alone in its cell
+            known = weight * known_probability(support, entry)
+            correction += mass * np.log(known / scratch.sampled_probs[slot])
+            outside -= known
+            continue
         correction += mass * sampled_log_correction(exact_probs[slot], mean_logprob, mean_prob)
         if probs[slot] >= 0:  # once per cell; the sign marks it as done
             correction += negentropy(exact_probs[slot]) - negentropy(probs[slot])

@@ -30,6 +30,7 @@ class BoundaryScratch(NamedTuple):
         cells: int64 [cells], the item's cells, in the order of the teacher's support.
         probs: float64 [cells], the teacher's probability of each.
         exact_probs: float64 [cells], the same without sampled tokens.
+        sampled_probs: float64 [cells], as in `LossCells`, of the item's cells.
         is_at_boundary: bool [cells], whether the teacher's next-token distribution at the item reaches each.
         teacher_cells: int64 [cells], the cells that the teacher's previous distribution reaches, in any order.
         tokens: int64 [student's tokens + 1], index in byte order << 32 | group.
@@ -43,6 +44,7 @@ class BoundaryScratch(NamedTuple):
     cells: NDArray[np.int64]
     probs: NDArray[np.float64]
     exact_probs: NDArray[np.float64]
+    sampled_probs: NDArray[np.float64]
     is_at_boundary: NDArray[np.bool_]
     teacher_cells: NDArray[np.int64]
     tokens: NDArray[np.int64]
@@ -61,6 +63,7 @@ def make_scratch(cells: int, tokens: int, support: TeacherArrays) -> BoundaryScr
         np.empty(cells, np.int64),
         np.empty(cells, np.float64),
         np.empty(cells, np.float64),
+        np.zeros(cells, np.float64),
         np.empty(cells, np.bool_),
         np.empty(cells, np.int64),
         np.empty(tokens + 1, np.int64),

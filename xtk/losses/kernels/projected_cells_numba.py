@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from xtk.losses.interface import ItemRanges
 from xtk.losses.kernels.sampled_support_correction import (
     TeacherArrays,
+    known_probability,
     negentropy,
     remainder_correction,
     sampled_log_correction,
@@ -52,6 +53,7 @@ def _sampling_correction(
     cell_of_token: NDArray[np.int64],
     known: NDArray[np.float64],
     probs: NDArray[np.float32],
+    sampled_probs: NDArray[np.float32],
 ) -> float:
     """Return the sampling correction, in nats, of an item: positions `[start, stop)`, cells `[first_cell, cells)`."""
     # Arrays of a tuple are read once: in a loop, each access would count references, which costs more than the rest.
@@ -70,6 +72,9 @@ def _sampling_correction(
             token = ids[slot]
             if 0 <= token < len(cell_of_token) and cell_of_token[token] >= first_cell:
                 cell = cell_of_token[token]
+                if sampled_probs[cell] > 0:  # its value needs no correction
+                    outside -= sampled_probs[cell]
+                    continue
                 mass = np.exp(logprobs[slot]) * share
                 correction += mass * sampled_log_correction(known[cell], mean_logprob, mean_prob)
                 outside -= mean_prob
@@ -93,8 +98,13 @@ def fill_cells(
     column_offsets: NDArray[np.int64],
     column_students: NDArray[np.int32],
     column_log_weights: NDArray[np.float32],
-) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
-    """Return `CELL_ARRAYS`, for items that average rows and teacher positions; and corrections."""
+    has_own_tokens: bool = False,
+) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any]:
+    """Return `CELL_ARRAYS`, for items that average rows and teacher positions; corrections; and `sampled_probs`.
+
+    Args:
+        has_own_tokens: whether each cell is the same token of both models; otherwise all `sampled_probs` are 0.
+    """
     items = len(ranges.row_start)
     width = len(column_offsets) - 1
     most_cells, most_entries = _max_cells_and_entries(ranges, support, column_offsets)
@@ -106,6 +116,7 @@ def fill_cells(
     entry_tokens = np.empty(most_entries, np.int32)
     entry_log_weights = np.empty(most_entries, np.float32)
     cell_of_token = np.full(width, -1, np.int64)
+    sampled_probs = np.zeros(most_cells, np.float32)
     known = np.zeros(most_cells, np.float64)  # without sampled tokens
     corrections = np.zeros(items, np.float64)
     cells = 0
@@ -126,7 +137,15 @@ def fill_cells(
                 probs[cell_of_token[token]] += mass
                 if slot < support.exact_stops[position]:
                     known[cell_of_token[token]] += mass
-        corrections[item] = _sampling_correction(start, stop, first_cell, cells, support, cell_of_token, known, probs)
+                elif has_own_tokens and stop - start == 1:
+                    sampled_probs[cell_of_token[token]] = known_probability(support, slot)
+        if has_own_tokens:
+            for cell in range(first_cell, cells):
+                if sampled_probs[cell] > 0 and known[cell] > 0:  # stop tokens of a class, exact and sampled
+                    sampled_probs[cell] = -known[cell]
+        corrections[item] = _sampling_correction(
+            start, stop, first_cell, cells, support, cell_of_token, known, probs, sampled_probs
+        )
         log_num_rows = np.float32(np.log(ranges.row_stop[item] - ranges.row_start[item]))
         for cell in range(first_cell, cells):
             token = tokens_of_cells[cell]
@@ -140,5 +159,5 @@ def fill_cells(
         cell_offsets[item + 1] = cells
     return (
         cell_offsets, entry_offsets[: cells + 1], probs[:cells],
-        entry_rows[:entries], entry_tokens[:entries], entry_log_weights[:entries], corrections,
+        entry_rows[:entries], entry_tokens[:entries], entry_log_weights[:entries], corrections, sampled_probs[:cells],
     )  # fmt: skip

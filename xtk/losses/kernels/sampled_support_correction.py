@@ -30,6 +30,7 @@ class TeacherArrays(NamedTuple):
         logprobs: float32 [E], log-probabilities, finite: kernels divide by the sums of some.
         remainder_mass: float32 [P], mass outside of the entries.
         mean_surprisals: float64 [P], the mean of -ln t, in nats, over the tokens that were sampled from.
+        token_logprobs: float32 [E], of each entry's own token; NaN for sampled ids if it is unknown.
     """
 
     offsets: NDArray[np.int64]
@@ -38,6 +39,7 @@ class TeacherArrays(NamedTuple):
     logprobs: NDArray[np.float32]
     remainder_mass: NDArray[np.float32]
     mean_surprisals: NDArray[np.float64]
+    token_logprobs: NDArray[np.float32]
 
     @classmethod
     def from_logprobs(cls, teacher: TeacherLogprobs) -> Self:
@@ -47,7 +49,10 @@ class TeacherArrays(NamedTuple):
             stops = teacher.offsets[:-1] + teacher.exact_counts
         surprisals = mean_surprisals(teacher.offsets, stops, teacher.logprobs, teacher.entropy)
         finite = np.maximum(teacher.logprobs, MIN_LOGPROB)
-        return cls(teacher.offsets, stops, teacher.ids, finite, teacher.remainder_mass, surprisals)
+        known = teacher.token_logprobs
+        if known is None:
+            known = np.full(len(teacher.ids), np.nan, np.float32)
+        return cls(teacher.offsets, stops, teacher.ids, finite, teacher.remainder_mass, surprisals, known)
 
 
 @numba_kernel
@@ -110,3 +115,10 @@ def remainder_correction(remainder: float, outside: float) -> float:
     """
     is_some = remainder > MIN_REMAINDER
     return remainder * math.log(max(outside, remainder)) - negentropy(remainder) if is_some else 0.0
+
+
+@numba_kernel
+def known_probability(support: TeacherArrays, entry: int) -> float:
+    """Return the teacher's probability of an entry's token; 0 if it is unknown."""
+    logprob = support.token_logprobs[entry]
+    return 0.0 if math.isnan(logprob) else math.exp(np.float64(logprob))

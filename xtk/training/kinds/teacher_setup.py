@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from xtk.batches.combine_teachers import TeacherEnsemble
-from xtk.batches.losses_per_teacher import AssignedLoss, assign_losses, open_teachers
+from xtk.batches.losses_per_teacher import (
+    AssignedLoss,
+    assign_losses,
+    note_missing_sample_logprobs,
+    open_teachers,
+)
 from xtk.batches.teacher_losses import TeacherLosses, combined_losses
 from xtk.cache.output import is_cache
 from xtk.data.corpus_reader import Corpus
@@ -118,6 +123,7 @@ def set_up_teachers(
     losses, auto_loss_note = assign_losses(recipe.losses, teachers, on_policy=recipe.on_policy is not None)
     check_loss_scaling(recipe, losses)
     losses = combined_losses(combination, teachers, losses)
+    note_missing_sample_logprobs(teachers)
     return TeacherSetup(tokenizer, combination, teachers, losses, paths, auto_loss_note)
 
 
