@@ -156,8 +156,8 @@ def main() -> None:
     parser.add_argument("--teacher-steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="students that train at the same time")
-    parser.add_argument("--ways", nargs="*", default=WAYS, help="ce, 'right answers', LOSS or 'on-policy LOSS', "
-                        "also with '+LOSS' and options of distill")
+    parser.add_argument("--ways", nargs="*", default=WAYS, help="ce, 'right answers', LOSS or 'on-policy LOSS', also "
+                        "with '+LOSS' and options of distill; 'on-policy policy-gradient:teacher=none' is a control")
     given = parser.parse_args()
     logging.set_verbosity_error()
     folder = given.output

@@ -212,6 +212,8 @@ def test_a_divergence_as_advantage_is_refused(name):
             "teacher_weight and reward_weight of the loss policy-gradient are both 0, so nothing would be learned",
         ),
         ("divergence=jsd", "no option of the loss policy-gradient called 'divergence'"),
+        ("teacher=none,unlikely=2", "unlikely of the loss policy-gradient must be above 0 and at most 1, not 2.0"),
+        ("unlikely=0.2", "unlikely=0.2 of the loss policy-gradient has no effect with teacher=scored"),
         ("credit=token", "no value of credit of the loss policy-gradient:credit=token called 'token'"),
     ],
 )
@@ -392,6 +394,24 @@ def test_dpca_equals_span_credit_with_equal_tokenizers():
     assert span_cells.num_items > 3
     torch.testing.assert_close(span_cells.advantages, dpca_cells.advantages)
     assert torch.equal(span_cells.tokens, dpca_cells.tokens)
+
+
+def test_the_control_without_a_teacher_penalizes_unlikely_tokens_only():
+    case = random_case(3, K=3, spans=12)
+    logprobs = np.where(np.arange(len(case.example.positions)) % 2, -0.1, -3.0).astype(np.float32)
+    example = dataclasses.replace(case.example, sampling_logprobs=logprobs, advantages=None)
+    others = dataclasses.replace(
+        example,
+        teacher_logprobs=dataclasses.replace(
+            example.teacher_logprobs, observed_logprobs=example.teacher_logprobs.observed_logprobs - 1
+        ),
+    )
+    cells, same = (cells_of("policy-gradient:teacher=none,teacher_weight=0.5", one) for one in (example, others))
+    assert torch.equal(cells.advantages, same.advantages)  # whatever the teacher predicts
+    assert cells.advantages.tolist() == np.where(logprobs[cells.first_rows.numpy()] < -1, -0.5, 0.0).tolist()
+    assert len(set(cells.advantages.tolist())) == 2
+    rare = cells_of("policy-gradient:teacher=none,unlikely=0.01", example)
+    assert not rare.advantages.any()
 
 
 def test_documents_without_sampling_logprobs_have_no_items():

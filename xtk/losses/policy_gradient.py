@@ -28,6 +28,9 @@ from xtk.options.declaration import option
 OBSERVED_ADVANTAGE = "observed"
 # What is credited with the teacher's advantage: a span as a whole, or each of its tokens.
 SPAN_CREDIT, TOKEN_CREDIT = "span", "dpca"
+# Source of the advantage: the teacher's log-probabilities, or none (a control for tables).
+SCORING_TEACHER, NO_TEACHER = "scored", "none"
+CONTROL_GAIN = -1.0  # nats, of tokens that are unlikely
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,11 @@ class PolicyGradient(Loss):
     token when it sampled it. Without clipping the tokens of a span add up to its `L_t - L_old`. Ratios above e^20 count
     as e^20. Options: `clip` (5 nats); `epsilon` (0.2); `epsilon_high` (as `epsilon`); `teacher_weight` (c, 1);
     `reward_weight` (r, 1); `teacher_weight=0` is GRPO; `credit` (`span` or `dpca`); `advantage` (only `observed`: a
-    divergence is the same whichever token was sampled, so that as an advantage it has an expected gradient of 0). PPO,
-    Schulman et al., arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300; DPCA, arXiv 2606.09456.
+    divergence is the same whichever token was sampled, so that as an advantage it has an expected gradient of 0);
+    `teacher` (`scored`, or `none`: a control without the teacher's log-probabilities, whose items are the tokens of
+    these spans, with `a = -c` where the student's probability was below `unlikely` when it sampled the token, and 0
+    elsewhere, + `r A`; arXiv 2608.31046); `unlikely` (0.1, only of that control; the threshold is ours). PPO, Schulman
+    et al., arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300; DPCA, arXiv 2606.09456.
     """
 
     clip: float = 5.0
@@ -55,6 +61,10 @@ class PolicyGradient(Loss):
     teacher_weight: float = 1.0
     reward_weight: float = 1.0
     advantage: str = OBSERVED_ADVANTAGE
+    teacher: str = option(
+        SCORING_TEACHER, "Source of the advantage: the teacher, or none.", choices=(SCORING_TEACHER, NO_TEACHER)
+    )
+    unlikely: float = 0.1
     credit: str = option(SPAN_CREDIT, "What the teacher's advantage is of.", choices=(SPAN_CREDIT, TOKEN_CREDIT))
 
     comparison_space = "spans"
@@ -71,6 +81,7 @@ class PolicyGradient(Loss):
             ("clip", self.clip, 0 < self.clip < inf, "above 0 and finite", "5 (nats)"),
             ("epsilon", self.epsilon, 0 < self.epsilon <= 1, "above 0 and at most 1", "0.2"),
             ("epsilon_high", upper, 0 < upper < inf, "above 0 and finite", "0.28"),
+            ("unlikely", self.unlikely, 0 < self.unlikely <= 1, "above 0 and at most 1", "0.1"),
             ("teacher_weight", self.teacher_weight, 0 <= self.teacher_weight < inf, "at least 0 and finite", "1"),
             ("reward_weight", self.reward_weight, 0 <= self.reward_weight < inf, "at least 0 and finite", "1"),
         ):
@@ -83,6 +94,11 @@ class PolicyGradient(Loss):
             raise XtkError(
                 "teacher_weight and reward_weight of the loss policy-gradient are both 0, so nothing would be learned",
                 hint="set at least one of them above 0",
+            )
+        if self.unlikely != type(self).unlikely and self.teacher != NO_TEACHER:
+            raise XtkError(
+                f"unlikely={self.unlikely:g} of the loss policy-gradient has no effect with teacher={self.teacher}",
+                hint="remove unlikely, or use --loss policy-gradient:teacher=none",
             )
         if self.advantage != OBSERVED_ADVANTAGE:
             raise self._advantage_error()
@@ -103,7 +119,7 @@ class PolicyGradient(Loss):
     @property
     def covers_spans(self) -> bool:
         """Whether an item is a span, and not a token of it."""
-        return self.credit == SPAN_CREDIT
+        return self.credit == SPAN_CREDIT and self.teacher != NO_TEACHER
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per span that the student sampled, or per token of these spans."""
@@ -117,10 +133,11 @@ class PolicyGradient(Loss):
         old_sums, ranges = old_sums[sampled], ItemRanges(*(part[sampled] for part in ranges))
         teacher_sums = range_sums(teacher_logprobs.observed_logprobs, ranges.position_start, ranges.position_stop)
         gains = teacher_sums - old_sums
-        if self.credit == TOKEN_CREDIT:
+        if not self.covers_spans:
             rows, sizes = range_indices(ranges.row_start, ranges.row_stop), ranges.row_stop - ranges.row_start
-            gains = _token_gains(gains, sizes, logprobs[rows].astype(np.float64))
             old_sums, ranges = logprobs[rows].astype(np.float64), ItemRanges(rows, rows + 1, rows, rows + 1)
+            is_control = self.teacher == NO_TEACHER
+            gains = self._control_gains(old_sums) if is_control else _token_gains(gains, sizes, old_sums)
         bounds = np.full(len(gains), self.clip)
         if example.advantage_bounds is not None:
             bounds = np.minimum(bounds, example.advantage_bounds[ranges.row_start])
@@ -135,6 +152,10 @@ class PolicyGradient(Loss):
             min_ratio=1 - self.epsilon,
             max_ratio=1 + self._upper_epsilon,
         )
+
+    def _control_gains(self, logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return float64 [tokens], a fixed negative gain of the tokens that the student sampled although unlikely."""
+        return np.where(logprobs < np.log(self.unlikely), CONTROL_GAIN, 0.0)
 
 
 def _token_gains(
