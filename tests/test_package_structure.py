@@ -29,7 +29,7 @@ FLOORS = [
      2_710),
     ("cache",
      "teacher caches: shards, reader, writer, manifest, statistics; `codec/` alone knows the bits",
-     5_570),
+     5_590),
     ("parallel", "process groups, layouts, launch, sharding, copies between host and GPU", 750),
     ("models", "loading, backbone and output head, packed attention, fingerprints, GGUF", 3_045),  # to reach: 2,600
     ("engines",
@@ -62,7 +62,7 @@ FLOORS = [
     ("pages", "HTML pages, their templates, and the tables on them", 1_160),  # to reach: 900
     ("commands",
      "one module per command, with its options: checks of inputs, printed results",
-     6_160),  # to reach: 4,300
+     6_170),  # to reach: 4,300
     ("cli.py", "the list of commands; exit codes and error messages", 255),
     ("integrations", "distillation in the trainers of other libraries", 300),
     ("__main__.py", "the entry point: streams, cache folders, signals", 100),

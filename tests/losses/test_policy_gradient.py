@@ -212,6 +212,7 @@ def test_a_divergence_as_advantage_is_refused(name):
             "teacher_weight and reward_weight of the loss policy-gradient are both 0, so nothing would be learned",
         ),
         ("divergence=jsd", "no option of the loss policy-gradient called 'divergence'"),
+        ("offset=-1", "offset of the loss policy-gradient must be at least 0 and finite, not -1.0"),
         ("teacher=none,unlikely=2", "unlikely of the loss policy-gradient must be above 0 and at most 1, not 2.0"),
         ("unlikely=0.2", "unlikely=0.2 of the loss policy-gradient has no effect with teacher=scored"),
         ("credit=token", "no value of credit of the loss policy-gradient:credit=token called 'token'"),
@@ -412,6 +413,45 @@ def test_the_control_without_a_teacher_penalizes_unlikely_tokens_only():
     assert len(set(cells.advantages.tolist())) == 2
     rare = cells_of("policy-gradient:teacher=none,unlikely=0.01", example)
     assert not rare.advantages.any()
+
+
+@pytest.mark.parametrize("credit", ["span", "dpca"])
+def test_with_the_teacher_as_reference_the_target_is_the_frozen_student(credit):
+    """CompassOPD: (ln T - ln R) - a (ln s - ln s0); with R = T this is a times the reverse KL to s0."""
+    case = random_case(3, K=3, spans=12, one_tokenizer=True)
+    example, rng = case.example, np.random.default_rng(0)
+    old, frozen = (-rng.exponential(size=len(example.positions)).astype(np.float32) for _ in range(2))
+    of_teacher = dict(
+        zip(example.teacher_logprobs.positions.tolist(), example.teacher_logprobs.observed_logprobs, strict=True)
+    )
+    reference = np.full(len(example.positions), np.nan, np.float32)
+    row = {position + 1: at for at, position in enumerate(example.positions.tolist())}
+    for start, _, first, stop in example.spans.tolist():
+        if start in row and all(at in of_teacher for at in range(first, stop)):
+            reference[row[start]] = sum(of_teacher[at] for at in range(first, stop))
+    example = dataclasses.replace(example, sampling_logprobs=old, advantages=None)
+    styled = dataclasses.replace(example, reference_logprobs=reference, frozen_logprobs=frozen)
+    # The teacher of the expected loss has the frozen student's log-probabilities: one token is one span.
+    observed = example.teacher_logprobs.observed_logprobs.copy()
+    place = {position: at for at, position in enumerate(example.teacher_logprobs.positions.tolist())}
+    for start, _, first, _ in example.spans.tolist():
+        if start in row and first in place:
+            observed[place[first]] = frozen[row[start]]
+    of_frozen = dataclasses.replace(
+        example, teacher_logprobs=dataclasses.replace(example.teacher_logprobs, observed_logprobs=observed)
+    )
+    options = f"credit={credit},clip=1000"
+    found = cells_of(f"policy-gradient:{options},offset=0.5", styled)
+    expected = cells_of(f"policy-gradient:{options},teacher_weight=0.5", of_frozen)
+    assert found.num_items > 3
+    torch.testing.assert_close(found.advantages, expected.advantages, rtol=1e-5, atol=1e-6)
+    gradients = []
+    for cells in (found, expected):
+        logits = torch.zeros(len(example.positions), case.weight.shape[0], dtype=torch.float64, requires_grad=True)
+        loss_sum(cells, logits).backward()
+        gradients.append(logits.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+    assert not cells_of(f"policy-gradient:{options},offset=0.5", example).num_items  # no document has a reference
 
 
 def test_documents_without_sampling_logprobs_have_no_items():

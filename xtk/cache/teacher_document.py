@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,20 @@ from numpy.typing import NDArray
 from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence
+
+
+class StyleScores(NamedTuple):
+    """Log-probabilities that are subtracted as style, by token; nan where a token has none.
+
+    Attributes:
+        reference: float32 [S], of the teacher's tokens by its reference.
+        student_ids: int32 [T], the frozen student's tokens.
+        frozen_student: float32 [T], of these tokens by the frozen student.
+    """
+
+    reference: NDArray[np.float32]
+    student_ids: NDArray[np.int32]
+    frozen_student: NDArray[np.float32]
 
 
 class TeacherDocument:
@@ -22,11 +37,13 @@ class TeacherDocument:
         tokens: the teacher's tokens.
         stored_logprobs: its log-probabilities at the trained tokens, with all sets of samples.
         teacher_logprobs: those that a student trains on: the exact entries, and one set of samples or none.
+        style_scores: log-probabilities of its style reference and of the frozen student; None without a reference.
     """
 
     document: Document
     tokens: TokenSequence
     stored_logprobs: StoredLogprobs
+    style_scores: StyleScores | None = None
 
     def __init__(
         self,
@@ -55,6 +72,12 @@ class TeacherDocument:
         """Return the same document and tokens with other log-probabilities for training."""
         other = copy.copy(self)
         other.teacher_logprobs = teacher_logprobs
+        return other
+
+    def with_style_scores(self, style_scores: StyleScores) -> TeacherDocument:
+        """Return the same document with the log-probabilities of a style reference."""
+        other = copy.copy(self)
+        other.style_scores = style_scores
         return other
 
 

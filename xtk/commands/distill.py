@@ -173,17 +173,28 @@ def read_configs(
 
 def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]) -> RunPaths:
     """Return inputs and output of the run."""
+    from functools import partial
     from pathlib import Path
 
     from xtk.cache.output import is_cache
     from xtk.data.corpus_reader import parse_columns_option
     from xtk.models.resolver import ModelRef, base_model_and_adapter, resolve_model_folder
-    from xtk.teachers.online_teacher import parse_online_teacher
+    from xtk.teachers.online_teacher import observed_only, parse_online_teacher
     from xtk.training.train_config import RunPaths
 
     named = {"-": piped}
     student = named.get(options.student, options.student)
     folder, adapter = base_model_and_adapter(resolve_model_folder(student, with_weights=True))
+    open_teacher = partial(
+        parse_online_teacher,
+        # Completions of the student cannot be refused.
+        long_documents="truncate" if isinstance(options, OnPolicyDistillOptions) else options.long_documents,
+        trust_remote_code=options.trust_remote_code,
+        student=folder,
+        devices=teacher_devices,
+    )
+    references = (*options.reference, student) if isinstance(options, OnPolicyDistillOptions) else ()
+    references = references if len(references) > 1 else ()
     return RunPaths(
         ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code),
         tuple(named.get(path, path) for path in options.cache),
@@ -191,17 +202,8 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
         Path(options.output),
         parse_columns_option(options.columns, weight=options.weight_column, route=options.route_column),
         eval_caches=options.eval_data if all(map(is_cache, options.eval_data)) else (),
-        online_teachers=tuple(
-            parse_online_teacher(
-                spec,
-                # Completions of the student cannot be refused.
-                long_documents="truncate" if isinstance(options, OnPolicyDistillOptions) else options.long_documents,
-                trust_remote_code=options.trust_remote_code,
-                student=folder,
-                devices=teacher_devices,
-            )
-            for spec in options.teacher
-        ),
+        online_teachers=tuple(map(open_teacher, options.teacher)),
+        references=tuple(open_teacher(observed_only(spec)) for spec in references),
         max_document_bytes=options.max_document_bytes,
     )
 

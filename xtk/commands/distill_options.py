@@ -204,13 +204,20 @@ class OnPolicyDistillOptions(PromptOptions, SamplingOptions, OnPolicyOptions, Re
         Heading(
             "On-policy",
             (
-                PromptOptions, SamplingOptions, OnPolicyOptions, RewardOptions, "rollout_backend", "rollout_engine",
-                "rollout_server", "rollout_dtype", "rollout_batch_tokens", "stop_if",
+                "reference", PromptOptions, SamplingOptions, OnPolicyOptions, RewardOptions, "rollout_backend",
+                "rollout_engine", "rollout_server", "rollout_dtype", "rollout_batch_tokens", "stop_if",
             ),
         ),
         *DistillOptions.HEADINGS[-2:],
     )  # fmt: skip
 
+    reference: tuple[str, ...] = option(
+        (),
+        "Small model of a teacher's family, whose style policy-gradient:offset subtracts; one per teacher. Repeatable.",
+        metavar="MODEL[:KEY=VALUE,...]",
+        effect=INPUTS,
+        identity_if_set=True,
+    )
     cache: tuple[str, ...] = redeclared(
         DistillOptions, "cache", help="Data with prompts. - reads one path from standard input.", metavar="DATA..."
     )

@@ -44,6 +44,9 @@ class LossInputs:
         is_whitespace: bool [N], whether each row's token is all spaces, tabs and newlines; None: no token is.
         regions: uint8 [N], the region of each row's token; None: regions are not counted.
         advantage_bounds: float32 [N], the largest size of the teacher's advantage at each row, in nats; None: none.
+        reference_logprobs: float32 [N], at the first row of each span the log-probability of the teacher's tokens of
+            the span by its style reference; nan elsewhere. None: there is no reference.
+        frozen_logprobs: float32 [N], log-probabilities of the rows' tokens by the frozen student; nan: unknown.
         is_end: bool [C], whether each span is a special token that ends a segment, or is it; None: no span is.
     """
 
@@ -58,6 +61,8 @@ class LossInputs:
     regions: NDArray[np.uint8] | None = None
     advantage_bounds: NDArray[np.float32] | None = None
     is_end: NDArray[np.bool_] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
+    frozen_logprobs: NDArray[np.float32] | None = None
 
 
 def join_inputs(examples: Sequence[LossInputs]) -> LossInputs:
@@ -93,6 +98,8 @@ _MISSING_VALUES: dict[str, Any] = {
     "regions": np.uint8(NO_REGION),
     "advantage_bounds": np.float32(np.inf),
     "is_end": np.False_,
+    "reference_logprobs": np.float32(np.nan),
+    "frozen_logprobs": np.float32(np.nan),
 }
 
 

@@ -51,8 +51,11 @@ class PolicyGradient(Loss):
     divergence is the same whichever token was sampled, so that as an advantage it has an expected gradient of 0);
     `teacher` (`scored`, or `none`: a control without the teacher's log-probabilities, whose items are the tokens of
     these spans, with `a = -c` where the student's probability was below `unlikely` when it sampled the token, and 0
-    elsewhere, + `r A`; arXiv 2608.31046); `unlikely` (0.1, only of that control; the threshold is ours). PPO, Schulman
-    et al., arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300; DPCA, arXiv 2606.09456.
+    elsewhere, + `r A`; arXiv 2608.31046); `unlikely` (0.1, only of that control; the threshold is ours); `offset` (a,
+    with `--reference`: `ln P_t - ln P_old` is replaced by `(ln P_t - ln P_r) - a (ln P_old - ln P_0)`, without the
+    style that the teacher shares with its reference `r`, and relative to the student 0 before the run; CompassOPD,
+    arXiv 2609.10154, has 0.5). PPO, Schulman et al., arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300; DPCA, arXiv
+    2606.09456.
     """
 
     clip: float = 5.0
@@ -65,6 +68,7 @@ class PolicyGradient(Loss):
         SCORING_TEACHER, "Source of the advantage: the teacher, or none.", choices=(SCORING_TEACHER, NO_TEACHER)
     )
     unlikely: float = 0.1
+    offset: float | None = None
     credit: str = option(SPAN_CREDIT, "What the teacher's advantage is of.", choices=(SPAN_CREDIT, TOKEN_CREDIT))
 
     comparison_space = "spans"
@@ -82,6 +86,7 @@ class PolicyGradient(Loss):
             ("epsilon", self.epsilon, 0 < self.epsilon <= 1, "above 0 and at most 1", "0.2"),
             ("epsilon_high", upper, 0 < upper < inf, "above 0 and finite", "0.28"),
             ("unlikely", self.unlikely, 0 < self.unlikely <= 1, "above 0 and at most 1", "0.1"),
+            ("offset", self.offset or 0.0, 0 <= (self.offset or 0.0) < inf, "at least 0 and finite", "0.5"),
             ("teacher_weight", self.teacher_weight, 0 <= self.teacher_weight < inf, "at least 0 and finite", "1"),
             ("reward_weight", self.reward_weight, 0 <= self.reward_weight < inf, "at least 0 and finite", "1"),
         ):
@@ -133,6 +138,9 @@ class PolicyGradient(Loss):
         old_sums, ranges = old_sums[sampled], ItemRanges(*(part[sampled] for part in ranges))
         teacher_sums = range_sums(teacher_logprobs.observed_logprobs, ranges.position_start, ranges.position_stop)
         gains = teacher_sums - old_sums
+        if self.offset is not None:
+            gains, kept = self._style_gains(example, ranges, teacher_sums, old_sums)
+            gains, old_sums, ranges = gains[kept], old_sums[kept], ItemRanges(*(part[kept] for part in ranges))
         if not self.covers_spans:
             rows, sizes = range_indices(ranges.row_start, ranges.row_stop), ranges.row_stop - ranges.row_start
             old_sums, ranges = logprobs[rows].astype(np.float64), ItemRanges(rows, rows + 1, rows, rows + 1)
@@ -152,6 +160,18 @@ class PolicyGradient(Loss):
             min_ratio=1 - self.epsilon,
             max_ratio=1 + self._upper_epsilon,
         )
+
+    def _style_gains(
+        self, example: LossInputs, ranges: ItemRanges, teacher_sums: NDArray[np.float64], old_sums: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Return float64 [C], the gains of spans without the style of both sides; and bool [C], those that have one."""
+        if example.reference_logprobs is None or example.frozen_logprobs is None:  # no document has a reference
+            return teacher_sums, np.zeros(len(teacher_sums), np.bool_)
+        assert self.offset is not None
+        reference = example.reference_logprobs[ranges.row_start].astype(np.float64)
+        frozen = range_sums(example.frozen_logprobs, ranges.row_start, ranges.row_stop)
+        kept = np.isfinite(reference) & np.isfinite(frozen)
+        return teacher_sums - reference - self.offset * (old_sums - frozen), kept
 
     def _control_gains(self, logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return float64 [tokens], a fixed negative gain of the tokens that the student sampled although unlikely."""

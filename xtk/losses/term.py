@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.cache.teacher_document import TeacherDocument
+from xtk.cache.teacher_document import StyleScores, TeacherDocument
 from xtk.losses import EXACT_REQUIREMENTS
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.cells.paired_ends import with_paired_ends
@@ -109,4 +109,21 @@ def make_loss_inputs(
     spans = separate_added_spaces(spans, student, teacher.tokens)
     spans = spans[student.train_mask[spans[:, 1] - 1]]
     own["is_end"] = np.isin(spans[:, 0], student.segment_end_tokens)
+    if teacher.style_scores is not None:
+        own |= _style_inputs(student, rows, spans, teacher.style_scores)
     return LossInputs(student.ids, rows, spans, teacher.tokens.ids, teacher.teacher_logprobs, **own)
+
+
+def _style_inputs(
+    student: TokenSequence, rows: NDArray[np.int64], spans: NDArray[np.int32], scores: StyleScores
+) -> dict[str, NDArray[np.float32]]:
+    """Return the fields of `LossInputs` of a style reference: sums over spans, and the frozen student's rows."""
+    row = np.full(len(student) + 1, -1, np.int64)
+    row[rows + 1] = np.arange(len(rows))
+    reference, frozen = (np.full(len(rows), np.nan, np.float32) for _ in range(2))
+    known = row[spans[:, 0]] >= 0
+    sums = [scores.reference[start:stop].sum() for start, stop in spans[known, 2:].tolist()]
+    reference[row[spans[known, 0]]] = sums
+    if np.array_equal(student.ids, scores.student_ids[: len(student)]):
+        frozen[:] = scores.frozen_student[rows + 1]
+    return {"reference_logprobs": reference, "frozen_logprobs": frozen}

@@ -228,6 +228,12 @@ class OnlineTeacher:
             torch.cuda.empty_cache()
 
 
+def observed_only(text: str) -> str:
+    """Return the value of `--reference` as one of `--teacher` that scores the observed tokens only."""
+    match = _TEACHER_SPEC.fullmatch(text)
+    return text + (",support=none" if match is not None and match["options"] else ":support=none")
+
+
 def parse_online_teacher(
     text: str, *, long_documents: str, trust_remote_code: bool, student: Path | None = None,
     devices: Sequence[int] = (),

@@ -29,7 +29,8 @@ from xtk.training.training_loop import TrainingRun, step_batch_builder
 
 def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> RunInputs:
     """Return the opened inputs of a run, checked against each other and the student."""
-    models = [paths.student.folder, *(teacher.request.teacher.folder for teacher in paths.online_teachers)]
+    scoring = (*paths.online_teachers, *paths.references)
+    models = [paths.student.folder, *(teacher.request.teacher.folder for teacher in scoring)]
     models += [paths.student.adapter] if paths.student.adapter else []
     Output(paths.output, RUN_FOLDER, inputs=(*models, *paths.data, *paths.projections))
     student = {
