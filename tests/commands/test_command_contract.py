@@ -185,7 +185,7 @@ def test_an_endless_config_file_is_refused(pair, corpus, tmp_path):
 
 
 def test_the_config_keys_are_the_options_of_the_command_line(run, pair, corpus, tmp_path):
-    (tmp_path / "run.yaml").write_text("nonsense: 1")
+    (tmp_path / "run.yaml").write_text("zzzz: 1")
     done = run_here("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
     listed = " ".join(done.stderr.partition("one of: ")[2].split()).split(", ")
     help_text = run("cache-teacher", "--help-all").stdout

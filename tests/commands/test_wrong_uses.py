@@ -57,8 +57,12 @@ def inputs(pair, cache, corpus, projection, tmp_path_factory) -> Path:
         ("distill student-0 cache -o", "-o needs a value: FOLDER", "xtk distill --help"),
         ("align student-0 teacher text more", "too many arguments: (more)", "xtk align --help"),
         # 6: neighbors
-        ("distill student-O cache -o x", "STUDENT does not exist; did you mean student-0?", ""),
-        ("build-projection student-0 ./teahcer -o x", "TEACHER does not exist; did you mean teacher?", ""),
+        ("distill student-O cache -o x", "this model folder does not exist; did you mean student-0?", ""),
+        ("build-projection student-0 ./teahcer -o x",
+         "this tokenizer folder does not exist; did you mean teacher?", ""),
+        ("cache-teacher teacher trian.jsonl -o x", "does not exist; did you mean train.jsonl?", ""),
+        ("cache-teacher teacher x.jsonl -o x",
+         "this data file, folder or dataset does not exist", "use a file, a folder"),
         ("align student-0 ./nowhere text", "this tokenizer folder does not exist", "a hub id such as owner/name"),
         # 7: the teacher of a cache
         ("cache verify cache student-0", "has another tokenizer than the teacher that wrote this cache",
@@ -77,7 +81,7 @@ def test_mistake_is_named_with_the_next_step(inputs, arguments, what, hint):
     assert what in first
     assert hint in " ".join(done.stderr.split())
     assert all(line.startswith(("  where: ", "  try:   ", "         ")) for line in rest)
-    assert max(map(len, rest), default=0) <= 120
+    assert max(map(len, rest), default=0) <= 125
     assert not (inputs / "x").exists()
 
 

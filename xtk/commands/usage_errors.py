@@ -27,6 +27,7 @@ from xtk.name_registry import did_you_mean
 from xtk.options.declaration import CommandOptions, declared_options, flag
 
 ARGUMENTS = "xtk arguments"  # key of the context of a command: its arguments as given
+MAX_KEPT_MESSAGE = 100
 _MODELS = (MODEL, RUN, TOKENIZER, GGUF, ADAPTER)
 _DATA = (DATA, DATA_FOLDER)
 # By metavar of an argument or option: the kinds of paths that it takes, and how an error names them.
@@ -128,13 +129,16 @@ def explain(failure: XtkError, options: CommandOptions, command: str) -> None:
             continue
         kinds, expected = ACCEPTED_KINDS[metavar]
         kind = path_kind(value)
-        if kind is not None and kinds and kind not in kinds:
+        names_kind = kind is not None and kind.split()[1] in failure.what  # as "this is a model folder, not data"
+        if kind is not None and kinds and kind not in kinds and not names_kind:
             failure.what, failure.where = f"{label} must be {expected}, but this is {kind}", value
             is_part = kind in FILES_OF_A_FOLDER.values()
             failure.hint = f"use its folder: {Path(value).parent}" if is_part else f"xtk inspect {value}"
             return
         if near := _neighbor(value):
-            failure.what, failure.where, failure.hint = f"{label} does not exist; did you mean {near}?", value, None
+            # The hub's errors are several sentences about networks.
+            what = failure.what if len(failure.what) < MAX_KEPT_MESSAGE else f"{label} does not exist"
+            failure.what, failure.where, failure.hint = f"{what}; did you mean {near}?", value, None
             return
 
 
@@ -171,8 +175,10 @@ def _neighbor(value: str) -> str | None:
     if path_exists(value) or not path_exists(str(path.parent)) or not path.parent.is_dir():
         return None
     names = [child.name for child in path.parent.iterdir() if not child.name.startswith(".")]
-    folded = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(path.name.lower(), list(folded), n=1, cutoff=0.75)
+    # Names with the same ending are compared without it: x.jsonl is not like p.jsonl.
+    ending = len(path.suffix)
+    folded = {name.lower()[: len(name) - ending]: name for name in names if name.endswith(path.suffix)}
+    near = difflib.get_close_matches(path.name.lower()[: len(path.name) - ending], list(folded), n=1, cutoff=0.75)
     return str(path.parent / folded[near[0]]) if near else None
 
 
