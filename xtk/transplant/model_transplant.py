@@ -36,6 +36,7 @@ from xtk.runs.folder import (
     write_run_manifest,
 )
 from xtk.text.tokenizer import Tokenizer
+from xtk.text.tokenizer_files import configured_vocab_size
 from xtk.transplant.new_rows import new_rows
 from xtk.transplant.row_methods import METHODS, MeanRow, RowMethod
 from xtk.transplant.token_sources import TokenSources
@@ -306,13 +307,22 @@ def _is_tied(model: Any) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
+def _num_rows(sources: TokenSources) -> int:
+    """Return the rows of the model that the tokenizer comes from; without one, a multiple of `VOCABULARY_MULTIPLE`.
+
+    transformers and vLLM compare the rows of a draft model and its target, not their tokens.
+    """
+    rows = configured_vocab_size(sources.new.folder)
+    return rows if rows >= len(sources.new) else -(-len(sources.new) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
 @torch.no_grad()
 def _replace_vocabulary(
     model: Any, sources: TokenSources, weights: SparseEntries, sampling_seed: int | None
 ) -> dict[str, Any]:
     """Replace embedding, head and bias of a model by those for the new tokens; return figures for the manifest."""
     is_tied = _is_tied(model)
-    num_rows = -(-len(sources.new) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    num_rows = _num_rows(sources)
     head = model.get_output_embeddings()
     # The norm of a row in a head is its tokens' probability, so norms are matched in a separate embedding only.
     tables = [(model.get_input_embeddings().weight, sources.copied, not is_tied)]

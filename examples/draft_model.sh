@@ -1,0 +1,168 @@
+#!/usr/bin/env bash
+# A draft model for speculative decoding from another family: it gets the target's tokenizer, learns from the target's
+# own answers, and is measured before and after. Run it again to continue; finished steps are kept.
+#
+#   XTK_DATA=folder-with-corpora examples/draft_model.sh FOLDER TARGET DRAFT [FAMILY_DRAFT]
+#
+# TARGET and DRAFT are folders, GGUF files or hub ids, such as Qwen2.5-Coder-1.5B-Instruct and SmolLM2-135M-Instruct;
+# FAMILY_DRAFT is a small model with the target's tokenizer, for comparison. Sizes, by default a smoke test:
+#   PROMPTS=16 TEST_PROMPTS=4 LENGTH=64 STEPS=10 BATCH=4 BLOCKS=1,2,4,8 OBJECTIVES="tvd forward-kl mixture"
+# Over night: PROMPTS=800 TEST_PROMPTS=60 LENGTH=192 STEPS=600 BATCH=8
+set -euo pipefail
+if [ -z "${XTK_DATA:-}" ] || [ -z "${3:-}" ]; then
+  echo "skipped: set XTK_DATA, and give FOLDER TARGET DRAFT" >&2
+  exit 0
+fi
+absolute() { if [ -e "$1" ]; then realpath "$1"; else echo "$1"; fi; }
+target=$(absolute "$2") draft=$(absolute "$3") family=$(absolute "${4:-}")
+length=${LENGTH:-64} steps=${STEPS:-10} blocks=${BLOCKS:-1,2,4,8} objectives=${OBJECTIVES:-tvd forward-kl mixture}
+mkdir -p "$1"
+cd "$1"
+
+# Prompts of maths (GSM8K) and code (HumanEval); those of the measurement are held out.
+[ -s test.jsonl ] || python - "$XTK_DATA" "${PROMPTS:-16}" "${TEST_PROMPTS:-4}" <<'PYTHON'
+import gzip, json, sys
+from pathlib import Path
+
+corpora, train, test = Path(sys.argv[1]) / "corpora", int(sys.argv[2]), int(sys.argv[3])
+maths = {
+    name: [json.loads(line)["question"] for line in (corpora / f"gsm8k_{name}.jsonl").read_text().splitlines()]
+    for name in ("train", "test")
+}
+with gzip.open(corpora / "HumanEval.jsonl.gz", "rt") as file:
+    code = [f"Complete this Python function.\n\n```python\n{json.loads(line)['prompt']}```" for line in file]
+code_test = len(code) - test // 2
+selected = {
+    "train": [*maths["train"][: train - min(train // 2, code_test)], *code[: min(train // 2, code_test)]],
+    "held-out": [*maths["train"][-(test - test // 2) :], *code[code_test - test // 2 : code_test]],
+    "test": [*maths["test"][: test - test // 2], *code[code_test:]],
+}
+for name, prompts in selected.items():
+    Path(f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+PYTHON
+
+# The draft with the target's tokenizer: new rows from the old ones, and random ones for comparison.
+xtk transplant "$draft" "$target" -o start
+xtk transplant "$draft" "$target" --method random -o random
+
+# The target's own answers, and its log-probabilities of them.
+for name in train held-out; do
+  xtk rollout "$target" $name.jsonl --apply-chat-template --max-completion-length "$length" -o answers-$name.jsonl
+  xtk cache-teacher "$target" answers-$name.jsonl --top-k 64 -o cache-$name
+done
+
+drafts="random start"
+for objective in $objectives; do
+  case $objective in
+    mixture) loss="--loss tvd:weight=0.5 --loss forward-kl:weight=0.5" ;;
+    *) loss="--loss $objective" ;;
+  esac
+  xtk distill start cache-train $loss --max-steps "$steps" --per-device-train-batch-size "${BATCH:-4}" \
+    --learning-rate 3e-4 --warmup-ratio 0.1 --save-steps 100 -o "$objective"
+  drafts="$drafts $objective"
+done
+if [ -n "$family" ]; then ln -sfn "$family" family && drafts="$drafts family"; fi
+
+# The estimate from the cache, then real blocks: greedy and sampled.
+for name in $drafts; do
+  [ -s estimate-$name.json ] || { xtk evaluate $name cache-held-out --json > part.json && mv part.json estimate-$name.json; }
+  for temperature in 0 1; do
+    result=measured-$name-$temperature.json
+    [ -s $result ] || { xtk evaluate-draft $name "$target" test.jsonl --apply-chat-template --temperature $temperature \
+      --max-completion-length "$length" --num-draft-tokens "$blocks" --html $name-$temperature.html --force --json \
+      > part.json && mv part.json $result; }
+  done
+done
+
+# The original draft with its own tokenizer: re-tokenized proposals (greedy) and the vocabularies' intersection (sampled),
+# as transformers does it; then the last trained draft as an assistant of transformers.
+python - "$target" "$draft" "${drafts% family}" "$length" <<'PYTHON'
+import json, sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation import candidate_generator
+
+from xtk.models.resolver import resolve_model_folder
+
+target_name, draft_name, drafts, length = sys.argv[1], sys.argv[2], sys.argv[3].split(), int(sys.argv[4])
+K = 4
+proposed, accepted, blocks = [], [], []
+for kind in ("AssistedCandidateGenerator", "AssistedCandidateGeneratorDifferentTokenizers",
+             "UniversalSpeculativeDecodingGenerator"):  # fmt: skip
+    class_ = getattr(candidate_generator, kind)
+    if "get_candidates" in vars(class_):
+        def counted(self, input_ids, _original=class_.get_candidates, **options):
+            found = _original(self, input_ids, **options)
+            proposed.append(found[0].shape[1] - input_ids.shape[1])
+            return found
+        class_.get_candidates = counted
+base = candidate_generator.AssistedCandidateGenerator
+original_update = base.update_candidate_strategy
+
+def update(self, input_ids, scores, num_matches):
+    accepted.append(int(num_matches))
+    return original_update(self, input_ids, scores, num_matches)
+
+base.update_candidate_strategy = update
+
+def load(name):
+    folder = resolve_model_folder(name, with_weights=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.num_assistant_tokens = K
+    model.generation_config.num_assistant_tokens_schedule = "constant"
+    model.generation_config.assistant_confidence_threshold = 0.0
+    return model, AutoTokenizer.from_pretrained(folder)
+
+target, tokenizer = load(target_name)
+prompts = [json.loads(line)["prompt"] for line in Path("test.jsonl").read_text().splitlines()]
+for label, name in {"intersection": draft_name, "transformers": drafts[-1]}.items():
+    assistant, assistant_tokenizer = load(name)
+    more = {} if name != draft_name else {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
+    for sampled in (False, True):
+        if Path(f"measured-{label}-{int(sampled)}.json").exists():
+            continue
+        proposed.clear(), accepted.clear()
+        torch.manual_seed(0)
+        for prompt in prompts:
+            ids = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            with torch.no_grad():
+                target.generate(**ids, assistant_model=assistant, do_sample=sampled, max_new_tokens=length,
+                                **({"top_k": 0, "top_p": 1.0, "temperature": 1.0} if sampled else {}), **more)
+        pairs = list(zip(proposed, accepted, strict=False))
+        rejected = sum(matches < count for count, matches in pairs)
+        figures = {"acceptance": sum(accepted) / max(1, sum(accepted) + rejected), "num_draft_tokens": K,
+                   "accepted_length": sum(accepted) / len(accepted) + 1, "blocks": len(accepted)}
+        Path(f"measured-{label}-{int(sampled)}.json").write_text(json.dumps(figures))
+PYTHON
+
+# The table, for blocks of 4 proposals or of the largest measured size.
+python - $drafts <<'PYTHON'
+import json, sys
+from pathlib import Path
+
+def numbers(name, temperature):
+    record = json.loads(Path(f"measured-{name}-{temperature}.json").read_text())
+    if "block_sizes" not in record:
+        return record
+    return next((one for one in record["block_sizes"] if one["num_draft_tokens"] == 4), record["block_sizes"][-1])
+
+def cell(record, key, digits=3):
+    error = record.get(f"{key}_error")
+    return f"{record[key]:.{digits}f}" + (f" ± {error:.{digits}f}" if error is not None else "") if key in record else ""
+
+print("| draft | greedy: acceptance | estimate | accepted length | speed-up here | at cost 0.1, 0.05 "
+      "| temperature 1: acceptance | estimate | accepted length |\n" + "| --- " * 9 + "|")
+for name in ("intersection", *sys.argv[1:]):
+    greedy, sampled = numbers(name, 0), numbers(name, 1)
+    path = Path(f"estimate-{name}.json")
+    estimate = json.loads(path.read_text()) if path.exists() else {}
+    ratios = [f"{greedy['by_cost_ratio'][c]['expected_speed_up']:.2f}" for c in ("0.1", "0.05")] if "by_cost_ratio" in greedy else []
+    print("|", " | ".join([
+        name, cell(greedy, "acceptance"), cell(estimate, "top1_agreement"), cell(greedy, "accepted_length", 2),
+        cell(greedy, "speed_up", 2), ", ".join(ratios), cell(sampled, "acceptance"),
+        cell(estimate, "acceptance_on_text"), cell(sampled, "accepted_length", 2)]), "|")
+PYTHON
