@@ -166,7 +166,7 @@ def test_a_confident_wrong_student_has_a_finite_value_and_gradient(text):
 
 
 def sampled_supports(full: TeacherLogprobs, width: int, num_exact: int) -> StoredLogprobs:
-    """Return what a cache stores of full distributions: the likeliest ids, the observed one, and samples."""
+    """Return what a cache stores of full distributions: the most probable ids, the observed one, and samples."""
     rng, exact, sampled = np.random.default_rng(5), [], []
     logprobs = full.logprobs.reshape(-1, width).astype(np.float64)
     for row, observed in zip(logprobs, full.observed_logprobs, strict=True):

@@ -67,9 +67,14 @@ def usage_error(failure: Any) -> XtkError:
         case _:
             text = failure.message.replace("Got unexpected extra argument(s)", "too many arguments:")
             hint = help_hint if context is not None and text != failure.message else None
-            error = XtkError(text[:1].lower() + text[1:].removesuffix("."), hint=hint)
+            error = XtkError(_begin_small(text).removesuffix("."), hint=hint)
     error.exit_code = failure.exit_code
     return error
+
+
+def _begin_small(text: str) -> str:
+    """Return a message as part of a sentence; a name in capitals at its beginning keeps them."""
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
 
 
 def _missing_parameter(failure: Any, help_hint: str) -> XtkError:
@@ -102,7 +107,7 @@ def _bad_value(failure: Any) -> str:
         if field == failure.param.name and type_ in (int, float, int | None, float | None):
             wanted = "a whole number" if type_ in (int, int | None) else "a number"
             return f"{name}{value} must be {wanted}" + (f" {option.limits}" if option.limits else "")
-    return f"{name}{value or ':'} {failure.message[:1].lower()}{failure.message[1:]}"
+    return f"{name}{value or ':'} {_begin_small(failure.message)}"
 
 
 def _declared(context: Any) -> Iterator[tuple[str, Any, Any]]:
