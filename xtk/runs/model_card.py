@@ -121,7 +121,8 @@ def _weights_description(content: Mapping[str, Any]) -> str:
 def _quality_metrics(after: Mapping[str, Any]) -> list[str]:
     """Return the names of metrics of quality: without times, counts and rates."""
     others = ("step", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "training_seconds",
-              "skipped_steps", "data_wait_fraction", "peak_memory_gib")  # fmt: skip
+              "skipped_steps", "data_wait_fraction", "peak_memory_gib", "kd_scale", "teacher_seconds",
+              "generation_seconds", "staleness_steps")  # fmt: skip
     first_step = ("teacher_bits_per_byte", "student_bits_per_byte")
     return [
         name
