@@ -120,7 +120,7 @@ def test_the_default_support_is_top_k_plus_sample(run, pair, corpus, tmp_path):
         (["--top-k", -1], "--top-k is -1"),
         (["--support", "top-p", "--top-p", 1.5], "--top-p is 1.5"),
         (["--support", "sample", "--num-samples", 0], "--num-samples is 0"),
-        (["--support", "sample", "--num-sample-sets", 0], "'--num-sample-sets'"),
+        (["--support", "sample", "--num-sample-sets", 0], "--num-sample-sets is 0"),
     ],
 )
 def test_invalid_support_options_are_refused(pair, corpus, tmp_path, arguments, message):
@@ -148,6 +148,7 @@ def test_a_packed_cache_can_be_read_with_pyarrow_and_the_reference_decoder(run, 
             codec["precision"],
             codec["num_sample_sets"],
             codec["num_samples"],
+            codec.get("sample_logprobs", False),
         )
         for record in batch.to_pylist():
             row = next(rows)

@@ -266,7 +266,7 @@ def test_only_a_page_of_the_same_runs_is_replaced_and_invalid_inputs_are_refused
         ("page that was made from other inputs", runs[1], "-o", "page.html"),
         ("the output path is an existing file, which is not a page of xtk", runs[1], "-o", "notes"),
         ("metrics.jsonl, line 1", run, "-o", "new"),
-        ("RUN must be a run of xtk distill", tmp_path, "-o", "new"),
+        ("is not a run of xtk distill: it has no recipe.json", tmp_path, "-o", "new"),
         ("RUN names the same run twice", runs[0], runs[0], "-o", "new"),
         ("RUN names the same run twice", runs[0], f"{runs[0].parent}/../{runs[0].parent.name}/first/", "-o", "new"),
         ("not a run of xtk distill", runs[0], tmp_path / "typo", "-o", "new"),

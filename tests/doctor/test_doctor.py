@@ -369,7 +369,7 @@ def test_projection_auto_loss_and_cache_identity(pair, cache, corpus):
 def test_a_cache_or_data_file_in_place_of_a_model_is_refused(run, pair, cache, corpus, role):
     for faulty, message in (
         (cache, f"the {role} must be a model, and this is a teacher cache"),
-        (corpus, "this is another file"),
+        (corpus, f"{role.upper()} must be a model, but this is a data file"),
     ):
         models = {"student": pair.student, "teacher": pair.teacher, role: faulty}
         done = run("doctor", models["student"], models["teacher"], corpus, code=1)

@@ -130,13 +130,6 @@ def test_export_of_another_version_is_refused(run, pair, tmp_path):
     assert "has version 99 of exported caches; this xtk reads version 1" in " ".join(done.stderr.split())
 
 
-def test_refusal_to_export_samples_names_the_cache(run, pair, tmp_path):
-    xtk.cache_teacher(str(pair.teacher), [{"text": "Anna has 12"}], tmp_path / "cache", support="sample")
-    done = run("cache", "export", tmp_path / "cache", "-o", tmp_path / "file.jsonl", code=1)
-    assert f"where: {tmp_path / 'cache'}\n" in done.stderr
-    assert "object at" not in done.stderr
-
-
 @pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
 @pytest.mark.parametrize("support", ["candidates", "none", "top-p"])
 def test_support_is_kept_by_export_and_import(run, pair, tmp_path, support, file_format):

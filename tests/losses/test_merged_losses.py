@@ -118,7 +118,8 @@ def test_a_smaller_max_ranks_never_increases_the_loss():
 @given(seed=st.integers(0, 10_000))
 def test_token_pairs_are_the_largest_entries_one_to_one(seed):
     case = random_case(seed, K=2, V=9, U=7)
-    partners, students = case.projection.columns.pairs
+    pairs = case.projection.columns.pairs
+    partners, students = pairs.student_of_teacher, pairs.paired_students.values
     expected = reference_pairs(case.dense)
     assert {u: v for u, v in enumerate(partners.tolist()) if v >= 0} == expected
     assert students.tolist() == sorted(expected.values())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from reference_losses import random_case
+from simulated_cuda import CUDA, SimulatedCuda, to_host
 
 from xtk.cache.codec.logprob_packing import pack_logprobs
 from xtk.cache.codec.logprob_unpacking import LogprobDecoder
@@ -21,6 +22,7 @@ from xtk.losses.spec import parse_losses
 from xtk.losses.term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.name_registry import load_registered
+from xtk.parallel.host_to_device import to_device
 from xtk.projection.projection import SparseProjection
 
 V, P, SETS, SAMPLES = 60, 40, 150, 6
@@ -221,3 +223,28 @@ def test_the_control_variate_of_byte_kl_has_mean_0_over_sample_sets():
     assert float(differences.abs().max()) > 1e-3
     scores = differences.mean(0) / differences.std(0) * SETS**0.5
     assert float(scores.abs().max()) < 4.5
+
+
+@pytest.mark.parametrize("text", ["byte-kl", *LOSS_TEXTS])
+def test_on_a_device_sampled_tokens_give_the_values_and_gradients_of_the_cpu(text):
+    if text == "byte-kl":
+        case = random_case(3, K=99, spans=12, U=19)
+        teacher = sampled_supports(case.example.teacher_logprobs, 19, 3).to_teacher_logprobs(0)
+        example = dataclasses.replace(case.example, teacher_logprobs=teacher)
+        cells = load_registered(LOSSES, "byte-kl", "loss")().build_cells(example, case.next_bytes)
+        logits = case.states @ case.weight.T
+    else:
+        cells, logits = cells_of(text, stored_logprobs_of(4, SAMPLES).to_teacher_logprobs(0)), logits_of(0.3)
+    assert cells.sampled_probs is not None
+
+    def value_and_gradients(device: torch.device) -> list[torch.Tensor]:
+        leaf = to_device(logits, device).detach().requires_grad_()
+        total, _ = fused_loss(leaf, OutputHead(None), [cells.to(device, 0.5)], 7)
+        total.backward()
+        return [to_host(total.detach()), to_host(leaf.grad)]
+
+    expected = value_and_gradients(torch.device("cpu"))
+    with SimulatedCuda() as cuda:
+        found = value_and_gradients(CUDA)
+    assert not cuda.waits, cuda.wait_locations
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

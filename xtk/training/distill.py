@@ -218,6 +218,11 @@ def _check_student_options(
         raise XtkError(
             f"--offload-student needs an unsharded student, and --parallel is {layout}", hint="use --fsdp-offload"
         )
+    if recipe.offload_student and layout.num_processes > 1:
+        # DDP's hooks are lost when a parameter's data changes its device: gradients would silently not be summed.
+        raise XtkError(
+            "--offload-student needs a single process", hint="use --parallel fsdp=N --fsdp-offload, or a cache"
+        )
     self_weights = {teacher.student_weights for teacher in teachers} - {""}
     if self_weights and layout.is_sharded:
         raise XtkError(

@@ -51,7 +51,7 @@ class NextByteCells(LossCells):
 
     PER_ITEM: ClassVar[tuple[str, ...]] = (*LossCells.PER_ITEM, "previous_rows", "is_inside_token")
     ON_DEVICE: ClassVar[tuple[str, ...]] = (
-        "teacher_probs", "weights", "corrections", "regions", "firsts", "stops",
+        "teacher_probs", "weights", "corrections", "sampled_probs", "regions", "firsts", "stops",
     )  # fmt: skip
     ROWS_BEFORE: ClassVar[int] = 1
 

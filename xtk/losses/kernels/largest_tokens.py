@@ -77,7 +77,10 @@ class LargestTokens:
         rows = to_device(self.rows - first, exponentials.device)
         here = (rows >= 0) & (rows < len(exponentials))
         mask = self.included_mask(start, exponentials.shape[1], exponentials.dtype)
-        of_rows = exponentials.sum(1) if mask is None else exponentials.mv(mask)
+        if mask is None:
+            of_rows = exponentials.sum(1)
+        else:  # into a given tensor, since autocast computes other calls of mv in bf16 on a GPU
+            of_rows = torch.mv(exponentials, mask, out=exponentials.new_empty(len(exponentials)))
         return torch.where(here, of_rows[rows.clamp(0, len(exponentials) - 1)], of_rows.new_zeros(()))
 
     def merge(self, several: list[LargestLogits]) -> LargestLogits:
