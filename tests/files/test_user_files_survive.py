@@ -188,8 +188,10 @@ def test_files_of_the_user_survive_each_command(commands, own_output, tmp_path, 
         check(command, commands, own_output, tmp_path / str(seed), seed, force=force)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("command", "force"), CASES)
+@pytest.mark.parametrize(
+    ("command", "force"),
+    [pytest.param(*case, marks=pytest.mark.long if case[0] == "sweep" else pytest.mark.slow) for case in CASES],
+)
 def test_files_of_the_user_survive_each_command_on_many_trees(commands, own_output, tmp_path, command, force):
     for seed in range(2, 12):
         check(command, commands, own_output, tmp_path / str(seed), seed, force=force)

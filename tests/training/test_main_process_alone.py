@@ -78,8 +78,10 @@ def train_on_policy(rank: int, port: int, work: str, student: Path, teacher: Pat
     os._exit(0)  # the result is the run, not how Python ends its threads
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize(
+    "work",
+    [pytest.param(one, marks=pytest.mark.slow if one in ("teacher", "merge") else pytest.mark.long) for one in WORK],
+)
 def test_other_processes_wait_for_the_first_one_longer_than_the_timeout(pair, tmp_path, work):
     rows = [{"prompt": f"Anna has {number} apples and"} for number in range(4)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -73,8 +73,12 @@ class SampledCells:
             of_remainders = of_remainders.masked_fill(self.has_samples[remainder_items], 0.0)
         student_probs = torch.where(self.is_sampled, self.log_probs.exp(), 0.0)
         student_tail = self._sum(student_probs).index_add(0, remainder_items, log_remainders.exp())
-        slopes = self._slopes(divergence, student_tail.detach()).masked_fill(~self.has_samples, 0.0)
-        variates = slopes * (student_tail - self._sum(student_probs * self.factors))
+        unreachable = torch.zeros_like(self.tail_mass).index_add(0, remainder_items, remainder_probs.to(values.dtype))
+        tail_mass = self.tail_mass + unreachable
+        slopes = self._slopes(divergence, student_tail.detach(), tail_mass).masked_fill(~self.has_samples, 0.0)
+        # Samples of tokens in no cell, such as rows of padding, count with the mean ratio h.
+        h = student_tail / tail_mass.clamp_min(torch.finfo(values.dtype).tiny)
+        variates = slopes * (student_tail - self._sum(student_probs * self.factors) - h * unreachable)
         return (self._sum(values) + variates).index_add(0, remainder_items, of_remainders)
 
     def _sum(self, of_cells: Tensor) -> Tensor:
@@ -82,14 +86,15 @@ class SampledCells:
         return of_cells.new_zeros(self.num_items).index_add(0, self.items, of_cells)
 
     @torch.no_grad()
-    def _slopes(self, divergence: Divergence, student_tail: Tensor) -> Tensor:
+    def _slopes(self, divergence: Divergence, student_tail: Tensor, tail_mass: Tensor) -> Tensor:
         """Return the slope of each item, [C]: of the regression of `f(q)` on `q` for a log-normal `q` of mean `h`.
 
         Args:
             student_tail: [C], S.
+            tail_mass: [C], M.
         """
         tiny = torch.finfo(student_tail.dtype).tiny
-        log_h = student_tail.clamp_min(tiny).log() - self.tail_mass.clamp_min(tiny).log()
+        log_h = student_tail.clamp_min(tiny).log() - tail_mass.clamp_min(tiny).log()
         ratio = FORWARD_KL_VARIANCE_RATIO if divergence.is_linear_in_teacher else TAIL_VARIANCE_RATIO
         deviations = (ratio * self._log_ratio_variances(log_h)).clamp(MIN_VARIANCE, MAX_VARIANCE).sqrt()
         nodes, weights = (
