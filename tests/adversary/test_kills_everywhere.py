@@ -209,4 +209,4 @@ def test_writing_commands_recover_from_a_hundred_kills(commands, tmp_path):
 
 @pytest.mark.slow
 def test_writing_commands_recover_from_a_few_kills(commands, tmp_path):
-    print(kill_repeatedly(commands, tmp_path, 8))
+    print(kill_repeatedly(commands, tmp_path, 4))

@@ -83,7 +83,7 @@ def write_corpora(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pair_is_trained_measured_and_continued(modules, run, pair, tmp_path, monkeypatch, capsys):
     models, output = tmp_path / "models", tmp_path / "output"
     models.mkdir()

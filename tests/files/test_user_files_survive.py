@@ -188,10 +188,8 @@ def test_files_of_the_user_survive_each_command(commands, own_output, tmp_path, 
         check(command, commands, own_output, tmp_path / str(seed), seed, force=force)
 
 
-@pytest.mark.parametrize(
-    ("command", "force"),
-    [pytest.param(*case, marks=pytest.mark.long if case[0] == "sweep" else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("command", "force"), CASES)
 def test_files_of_the_user_survive_each_command_on_many_trees(commands, own_output, tmp_path, command, force):
     for seed in range(2, 12):
         check(command, commands, own_output, tmp_path / str(seed), seed, force=force)
