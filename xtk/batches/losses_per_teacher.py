@@ -418,7 +418,7 @@ def assign_losses(
 
 def note_missing_sample_logprobs(teachers: Sequence[DistillationTeacher]) -> None:
     """Print one note if caches with sampled tokens, written by an older version, lack their log-probabilities."""
-    older = [one.path for one in teachers if "sample" in one.support and not one.has_sample_logprobs]
+    older = [teacher.path for teacher in teachers if "sample" in teacher.support and not teacher.has_sample_logprobs]
     if older:
         terminal.note(
             f"distill: {', '.join(older)}: sampled tokens have no log-probabilities, so forward-kl and byte-kl have "

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from xtk import terminal
@@ -80,9 +81,8 @@ def _split(box: _Box, width: int) -> list[_Box]:
         return [box]
     from rich.cells import chop_cells
 
-    one, other = (chop_cells(text, max(width, 2)) for text in box.texts)
-    rows = max(len(one), len(other))
-    pairs = zip(one + [""] * (rows - len(one)), other + [""] * (rows - len(other)), strict=True)
+    student_lines, teacher_lines = (chop_cells(text, max(width, 2)) for text in box.texts)
+    pairs = zip_longest(student_lines, teacher_lines, fillvalue="")
     return [_Box(pair, box.style) for pair in pairs]
 
 
@@ -95,10 +95,10 @@ def _boxes(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer) -> It
             (UNALIGNED_STYLE, (s_end, s_start, t_end, t_start)),
             (SPAN_STYLES[number % 2], (s_start, s_stop, t_start, t_stop)),
         ):
-            one = _token_texts(student, record["student_ids"][ranges[0] : ranges[1]])
-            other = _token_texts(teacher, record["teacher_ids"][ranges[2] : ranges[3]])
-            if one or other:
-                yield _Box((one, other), style)
+            of_student = _token_texts(student, record["student_ids"][ranges[0] : ranges[1]])
+            of_teacher = _token_texts(teacher, record["teacher_ids"][ranges[2] : ranges[3]])
+            if of_student or of_teacher:
+                yield _Box((of_student, of_teacher), style)
         s_end, t_end = s_stop, t_stop
 
 
@@ -131,9 +131,9 @@ def _legend(boxes: list[_Box]) -> str:
 
 
 def _counts(record: dict[str, Any]) -> str:
-    one = sum(1 for span in record["spans"] if span[1] - span[0] == 1 == span[3] - span[2])
+    one_to_one = sum(1 for span in record["spans"] if span[1] - span[0] == 1 == span[3] - span[2])
     return (
-        f"{terminal.count(len(record['spans']), 'span')}, {one:,} of one token on each side; "
+        f"{terminal.count(len(record['spans']), 'span')}, {one_to_one:,} of one token on each side; "
         f"{terminal.count(len(record['student_ids']), 'student token')}, "
         f"{terminal.count(len(record['teacher_ids']), 'teacher token')}"
     )

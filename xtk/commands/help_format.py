@@ -11,7 +11,7 @@ from xtk import terminal
 from xtk.options.declaration import Heading, Option, flag, headings_of
 
 HELP_ALL = "--help-all"
-NAME_COLUMN = 30  # columns of an option and its value; a longer one has a line of its own
+NAME_COLUMN = 30  # columns of an option and its value; a longer one takes a separate line
 MANUAL = "docs/README.md in the repository of xtk"
 
 

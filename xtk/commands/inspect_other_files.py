@@ -79,7 +79,7 @@ def _describe_data(path: Path) -> dict[str, Any]:
 
 
 def _other_file_error(path: Path) -> XtkError:
-    """Return the error for a file without a description of its own."""
+    """Return the error for a file of another kind."""
     if path.name in FILES_OF_A_FOLDER or path.suffix in WEIGHT_SUFFIXES:
         what = f"this file is {path_kind(str(path))}, which is inspected with its folder"
         return XtkError(what, where=str(path), hint=f"xtk inspect {shlex.quote(str(path.parent))}")

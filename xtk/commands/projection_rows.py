@@ -70,14 +70,14 @@ def _token_id(token: str, sides: dict[str, Tokenizer]) -> int:
         )
     student, text = sides["student"], token.removeprefix(TEXT_PREFIX)
     by_name = {name: number for number, name in student.special_token_names.items()}
-    found = student.vocabulary.token_of_bytes.get(text.encode("utf-8", "surrogateescape"), by_name.get(text))
-    if found is None:
+    token_id = student.vocabulary.token_of_bytes.get(text.encode("utf-8", "surrogateescape"), by_name.get(text))
+    if token_id is None:
         raise XtkError(
             f"the student has no token {text!r}",
             where=student.name,
             hint=f"xtk align STUDENT TEACHER {text!r} shows its tokens",
         )
-    return found
+    return token_id
 
 
 def _row(projection: SparseProjection, token: int, sides: dict[str, Tokenizer]) -> dict[str, Any]:
