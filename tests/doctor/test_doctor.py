@@ -233,7 +233,7 @@ def test_special_tokens(faulty):
     findings = list(special_tokens(doctor_inputs(faulty)))
     what = "stop tokens, one event: student <|end_of_text|>; teacher <|endoftext|>, <|im_end|>"
     assert found(findings, "ok", what).figures == {"stop_tokens": {"student": [1], "teacher": [0, 1]}}
-    assert found(findings, "warning", "names stop tokens that are no special tokens and are ignored: 200")
+    assert found(findings, "warning", "names stop tokens that are not special tokens and are ignored: 200")
     update_json(faulty.teacher / "generation_config.json", eos_token_id=[0])
     assert found(special_tokens(doctor_inputs(faulty)), "warning", "eos_token_id is").figures == {"eos_token_id": [0]}
     update_json(faulty.student / "tokenizer_config.json", pad_token="<|end_of_text|>")

@@ -30,9 +30,9 @@ from xtk.terminal import format_duration
 
 GIB = 2**30
 LIBRARY_BYTES = 7 * GIB // 10  # of a process on a CPU: imports (0.61 GiB on one machine), compiled kernels, tokenizers
-# Cache bytes per position on disk, measured (docs/explanation/scale.md): with default options; for --top-k, the size
-# with --support none and the size of each id.
-BYTES_PER_POSITION = 43.3
+# Cache bytes per position on disk, measured (docs/explanation/scale.md): with default options, of SmolLM2; for --top-k,
+# the size with --support none and the size of each id.
+BYTES_PER_POSITION = 58.2
 BASE_BYTES_PER_POSITION = 6.3
 BYTES_PER_ID = 0.85
 SHARDS_IN_MEMORY = 2  # cache shards in memory: one is scored, one is written

@@ -250,7 +250,7 @@ class Tokenizer:
 
     @property
     def ordinary_stop_tokens(self) -> list[int | str]:
-        """The stop tokens of generation_config.json that are no special tokens, at which generation does not stop."""
+        """The stop tokens of generation_config.json that are not special tokens, at which generation does not stop."""
         return [
             stop
             for stop in self._named_stops

@@ -93,7 +93,7 @@ class StopClasses(NamedTuple):
 def ordinary_stops_message(tokenizer: Tokenizer) -> str:
     """Return the note on stop tokens in a generation_config.json that are ignored."""
     stops = ", ".join(map(str, tokenizer.ordinary_stop_tokens))
-    return f"generation_config.json names stop tokens that are no special tokens and are ignored: {stops}"
+    return f"generation_config.json names stop tokens that are not special tokens and are ignored: {stops}"
 
 
 def merge_stop_tokens(
