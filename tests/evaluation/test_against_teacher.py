@@ -111,7 +111,7 @@ def test_two_models_are_compared_by_paired_documents(run, pair, folder, tmp_path
     assert (first["window"], first["stride"]) == (256, 128)
     table = run("evaluate", pair.student, "top", "--compare-to", pair.teacher, cwd=folder).stdout
     assert "teacher: teacher" in table
-    assert f"{pair.student} minus this" in table
+    assert f"{pair.student} minus {pair.teacher}" in table
     line = run("evaluate", pair.student, "data.jsonl", "--max-length", 16, "-q", cwd=folder).stdout
     assert "windows of 16 tokens, stride 8" in line
     assert " ± " in line

@@ -138,6 +138,8 @@ def test_evaluate_command_compares_two_models_by_reward(run, pair, tmp_path):
     assert first["avg@2"] == second["avg@2"] == 0.0  # untrained models
     assert (second["difference"], second["difference_error"]) == (0.0, 0.0)
     assert "difference" not in first
+    assert second["difference_of"] == f"{pair.student} minus {pair.teacher}"
+    assert "difference_of" not in first
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [(one["problem"], one["sample"]) for one in answers[:10]] == [
         (n, sample) for n in range(5) for sample in range(2)
@@ -146,7 +148,7 @@ def test_evaluate_command_compares_two_models_by_reward(run, pair, tmp_path):
     assert [one["prompt"] for one in answers[:10:2]] == [row["prompt"] for row in rows]
     table = run(*arguments, cwd=tmp_path).stdout
     assert "pass@2" in table
-    assert "minus this" in table
+    assert f"{pair.student} minus {pair.teacher}" in table
     refused_run = run(*arguments, "-o", "answers.jsonl", cwd=tmp_path, code=1)
     assert "the output file exists already" in refused_run.stderr
     both = run("evaluate", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--columns", "text=prompt",

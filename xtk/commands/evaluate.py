@@ -16,6 +16,7 @@ from xtk.commands.evaluated_models import (
     MODEL_OPTIONS,
     EvaluatedModelOptions,
     ModelFolders,
+    difference_heading,
     load_model_and_tokenizer,
     models_to_evaluate,
 )
@@ -234,9 +235,11 @@ def _objectives(teacher: DistillationTeacher) -> list[LossTerm]:
 
 def _result_records(results: dict[str, _ModelResult], data: Sequence[str], teacher: str) -> Iterable[dict[str, Any]]:
     """Yield the JSON record of each model."""
-    first = next(iter(results.values()))
+    first_name, first = next(iter(results.items()))
     for name, result in results.items():
         line: dict[str, Any] = {"model": name, "data": data[0] if len(data) == 1 else list(data)}
+        if result is not first:
+            line["difference_of"] = difference_heading([first_name, name])
         if teacher:
             line["teacher"] = teacher
         for measure, ratio in result.measures().items():
@@ -290,7 +293,7 @@ def _print_bits_results(
         heads = ["model"]
         rows = [[name] for name in results]
         for measure in measures:
-            heads += [measure.replace("_", " "), f"{first} minus this"]
+            heads += [measure.replace("_", " "), difference_heading(list(results))]
             for row, line in zip(rows, lines, strict=True):
                 gain = "difference" if measure == BITS_METRIC else f"{measure}_difference"
                 row += [_table_cell(line, measure), _table_cell(line, gain, "+")]

@@ -11,7 +11,13 @@ import typer
 
 from xtk import terminal
 from xtk.commands.evaluate import EvaluateOptions
-from xtk.commands.evaluated_models import MODEL_OPTIONS, EvaluatedModelOptions, answers_file, models_to_evaluate
+from xtk.commands.evaluated_models import (
+    MODEL_OPTIONS,
+    EvaluatedModelOptions,
+    answers_file,
+    difference_heading,
+    models_to_evaluate,
+)
 from xtk.options.declaration import (
     REQUIRED,
     Heading,
@@ -149,6 +155,7 @@ def _print_reward_results(results: dict[str, AnswerScores], corpus: Corpus, opti
         line |= result.to_json()
         if name != first:
             gain = results[first].difference(result)
+            line["difference_of"] = difference_heading([first, name])
             line["difference"] = gain.value
             line["difference_error"] = None if math.isnan(gain.error) else gain.error
         lines.append(line)
@@ -164,6 +171,6 @@ def _print_reward_results(results: dict[str, AnswerScores], corpus: Corpus, opti
          f"{line['mean_length']:.1f}", f"{line['truncated_fraction']:.1%}"]
         for line in lines
     ]  # fmt: skip
-    heads = ["model", *measures, f"{first} minus this", "problems", "not scored", "too long (wrong)",
+    heads = ["model", *measures, difference_heading(list(results)), "problems", "not scored", "too long (wrong)",
              "mean tokens", "truncated"]  # fmt: skip
     print_table(f"{options.reward} on {', '.join(data)}", heads, rows)

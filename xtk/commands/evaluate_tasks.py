@@ -14,6 +14,7 @@ from xtk.commands.evaluated_models import (
     MODEL_OPTIONS,
     EvaluatedModelOptions,
     answers_file,
+    difference_heading,
     load_model_and_tokenizer,
     models_to_evaluate,
 )
@@ -103,6 +104,8 @@ def _print_task_results(results: dict[str, Any], tasks: tuple[str, ...], options
     if options.as_json:
         for name, line in lines.items():
             record: dict[str, Any] = {"model": name, "data": list(tasks), "seed": options.seed}
+            if name != first:
+                record["difference_of"] = difference_heading([first, name])
             terminal.result_json(record | {"limit": options.max_prompts, "results": line})
         return
     rows = []
@@ -116,5 +119,5 @@ def _print_task_results(results: dict[str, Any], tasks: tuple[str, ...], options
                     "" if gain is None else format_with_error(gain, scores[f"{metric}_difference_error"], "+"),
                     str(scores.get("num_fewshot", "")), f"{scores['problems']:,}" if "problems" in scores else "",
                 ])  # fmt: skip
-    heads = ["task", "metric", "model", "value", f"{first} minus this", "few-shot examples", "problems"]
+    heads = ["task", "metric", "model", "value", difference_heading(list(results)), "few-shot examples", "problems"]
     print_table(f"lm-evaluation-harness: {', '.join(tasks)}", heads, rows)

@@ -56,6 +56,11 @@ class EvaluatedModelOptions(LoadedModelOptions, JsonOption, QuietOption, ConfigO
     )
 
 
+def difference_heading(models: Sequence[str]) -> str:
+    """Return what a difference to the first of some models is called, in the order of the subtraction."""
+    return f"{models[0]} minus {models[1] if len(models) == 2 else 'the model of the row'}"
+
+
 MODEL_OPTIONS = ("compare_to", "start_token", "dtype", "trust_remote_code")
 
 
