@@ -91,8 +91,10 @@ def _compare_by_category(name: str, student: BitsPerByteResult, teacher: BitsPer
     what = f"bits per byte of the same texts: teacher {theirs:.3f}, student {own:.3f}"
     if not weak:
         return Finding("ok", what, name, "", figures, "teacher_level")
-    listed = ", ".join(f"{kind} {pairs[kind][1]:.3f} and {pairs[kind][0]:.3f}" for kind in weak)
-    what += f"; the teacher is not better than the student by {MIN_IMPROVEMENT:.0%}: {listed}"
+    listed = [
+        "all texts" if kind == "all" else f"{kind} ({pairs[kind][1]:.3f} and {pairs[kind][0]:.3f})" for kind in weak
+    ]
+    what += f"; the teacher is not better than the student by {MIN_IMPROVEMENT:.0%} on {', '.join(listed)}"
     hint = "check that it is the right model, and its start token; the student learns little where it is not better"
     return Finding("warning" if "all" in weak else "note", what, name, hint, figures, "teacher_level")
 
