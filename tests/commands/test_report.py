@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from xtk_processes import run_here, run_xtk
 
 from xtk.pages import svg_curves
-from xtk.pages.report_html import ReportedRun, headline, report_page
+from xtk.pages.report_html import ReportedRun, headline, metric_title, report_page
 
 VOID_TAGS = ("meta", "br", "rect", "line")
 SPECIAL_NAME = 'student <b>&"x" 日本語'
@@ -162,6 +162,7 @@ def test_every_metric_of_every_run_is_plotted_as_a_curve(runs, report):
             "training_seconds",
             "tokens",
             "skipped_steps",
+            "distillation_loss",  # equals the only loss with a teacher
             "teacher_bits_per_byte",  # of the first step, in the table of runs
             "student_bits_per_byte",
         }
@@ -200,12 +201,12 @@ def test_tables_show_last_values_differences_results_recipes_and_the_cache(runs,
         f"1.375 {minus}0.125 compared with before",
         f"1.25 ± 0.01 {minus}0.25 compared with before {minus}0.125 compared with ce",
     ]
-    assert page.row("test.txt: bits_per_byte") == compared
+    assert page.row("test.txt: bits per byte") == compared
     first, *_, last_line = (json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines())
     gain = last_line["eval_bits_per_byte"] - first["eval_bits_per_byte"]
     bits, difference = (svg_curves.format_number(value) for value in (last_line["eval_bits_per_byte"], abs(gain)))
     expected = f"{bits} {'+' if gain > 0 else minus}{difference}"
-    assert page.row("eval_bits_per_byte") == [f"{expected} compared with untrained", ""]
+    assert page.row("held-out bits per byte") == [f"{expected} compared with untrained", ""]
     assert ["teacher", "1.375", "", "", ""] in page.rows
     assert f"first has {last['eval_bits_per_byte']:.3f} bits per byte on held-out text" in page.text
     assert "; the teacher has 1.375." in page.text
@@ -376,14 +377,43 @@ def test_only_comparable_values_are_compared_and_only_changing_ones_are_drawn():
     html = report_page(runs, [], [], [], [], "", teacher_bits=2.2)
     page = Page(html)
     assert page.row("loss") == ["3.5", "0.7"]  # of different losses
-    assert page.row("gradient_norm") == ["1", "1"]
-    assert page.row("ce") == ["3.5", "3.4 \N{MINUS SIGN}0.1 compared with ce-0"]
+    assert page.row("gradient norm") == ["1", "1"]
+    assert page.row("ce, nats per token") == ["3.5", "3.4 \N{MINUS SIGN}0.1 compared with ce-0"]
     assert {metric for metric, _ in page.lines} == {"eval_bits_per_byte", "loss", "ce"}
     assert html.count('class="level"') == 1
     assert html.count(">teacher 2.2</text>") == 1
     assert html.count(">step</text>") == 3
     same = Page(report_page([runs[0], replace(runs[1], recipe={"losses": ["ce"]})], [], [], [], [], ""))
     assert "compared with ce-0" in same.row("loss")[1]
+
+
+def test_a_sum_that_equals_a_single_loss_is_shown_once():
+    runs = [
+        reported_run("kl-0", [3.0, 2.3], "byte-kl", **{"loss": 0.7, "byte-kl": 0.7, "distillation_loss": 0.7}),
+        reported_run("kl-1", [3.0, 2.4], "byte-kl", **{"loss": 0.8, "byte-kl": 0.8, "distillation_loss": 0.8}),
+    ]
+    page = Page(report_page(runs, [], [], [], [], ""))
+    assert {metric for metric, _ in page.lines} == {"eval_bits_per_byte", "byte-kl"}
+    assert page.row("byte-kl")[0] == "0.7"
+    assert not [row for row in page.rows if row and row[0] in ("loss", "distillation loss")]
+    weighted = [replace(runs[0], metrics=[{**line, "distillation_loss": 0.35} for line in runs[0].metrics]), runs[1]]
+    page = Page(report_page(weighted, [], [], [], [], ""))
+    assert page.row("distillation loss") == ["0.35", "0.8 +0.45 compared with kl-0"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "title"),
+    [
+        ("eval_bits_per_byte", "held-out bits per byte"),
+        ("eval_top1_agreement/qwen_3", "held-out top-1 agreement (qwen_3)"),
+        ("eval_my_task/exact_match", "held-out my_task (exact_match)"),
+        ("region_tokens/answer", "region tokens (answer)"),
+        ("byte-kl", "byte-kl"),
+        ("peak_memory_gib", "peak memory"),
+    ],
+)
+def test_titles_of_metrics_are_words_and_keep_names_of_teachers_and_tasks(metric, title):
+    assert metric_title(metric) == title
 
 
 numbers = st.floats(-1e6, 1e6, allow_nan=False)

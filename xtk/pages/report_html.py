@@ -25,6 +25,11 @@ TRAINING_METRICS = (
 HELD_OUT_BITS = "eval_bits_per_byte"
 # Of different losses, these are sums of different things.
 SUMS_OF_LOSSES = ("loss", "distillation_loss", "eval_loss", "eval_distillation_loss")
+# Titles of metrics whose name is not one; of others, underscores become spaces.
+METRIC_TITLES = {
+    "bits_per_byte": "bits per byte", "top1_agreement": "top-1 agreement", "distillation_loss": "distillation loss",
+    "peak_memory_gib": "peak memory", "kd_scale": "scale of the distillation loss",
+}  # fmt: skip
 SECTIONS = ("Held-out text", "Losses", "Rollouts", "Training")
 METRIC_UNITS = {
     "eval_bits_per_byte": "bits per byte", "eval_ce": "nats per token", "ce": "nats per token",
@@ -156,6 +161,27 @@ def headline(runs: Sequence[ReportedRun], teacher_bits: float | None) -> str:
     return text + (share if best != first and gap > 0 else "") + "."
 
 
+def metric_title(metric: str) -> str:
+    """Return a metric's title, such as `held-out bits per byte`; of `NAME/PART`, part is a teacher, region or score."""
+    name, slash, part = metric.partition("/")
+    of = name.removeprefix("eval_")
+    is_task = bool(slash) and of != name and of not in METRIC_TITLES  # eval_TASK/METRIC
+    title = of if is_task else METRIC_TITLES.get(of, of.replace("_", " "))
+    return ("held-out " if of != name else "") + title + (f" ({part})" if slash else "")
+
+
+def _repeated_sums(runs: Sequence[ReportedRun]) -> set[str]:
+    """Return the sums of losses that equal another metric in all runs: those of a single loss of weight 1."""
+    names = dict.fromkeys(name for run in runs for line in run.metrics for name in line)
+    points = {name: [run.points(name) for run in runs] for name in names}
+    repeated: set[str] = set()
+    for name in reversed(SUMS_OF_LOSSES):
+        others = points.keys() - {name} - repeated
+        if name in points and any(points[other] == points[name] for other in others):
+            repeated.add(name)
+    return repeated
+
+
 def _metric_section(metric: str) -> str:
     if metric.startswith("eval_"):
         return SECTIONS[0]
@@ -166,8 +192,9 @@ def _metric_section(metric: str) -> str:
 
 def curve_metrics(runs: Sequence[ReportedRun]) -> list[str]:
     """Return the names of all plotted metrics, in the order in which runs log them; constant ones are in a table."""
+    repeated = _repeated_sums(runs)
     names = dict.fromkeys(name for run in runs for line in run.metrics for name in line
-                          if name not in CLOCK_METRICS and not name.endswith("_error")
+                          if name not in CLOCK_METRICS and name not in repeated and not name.endswith("_error")
                           and not name.startswith(FIRST_STEP_METRICS))  # fmt: skip
     plotted = {name: [value for run in runs for _, value in run.points(name)] for name in names}
     return [name for name, values in plotted.items() if len(set(values)) > 1]
@@ -180,7 +207,7 @@ def _curves(runs: Sequence[ReportedRun], teacher_bits: float | None) -> Iterator
         curves = [MetricCurve(run.name, at, run.points(metric)) for at, run in enumerate(runs) if run.points(metric)]
         level = ("teacher", teacher_bits) if metric == HELD_OUT_BITS and teacher_bits is not None else None
         figures[_metric_section(metric)].append(
-            curves_figure(metric, METRIC_UNITS.get(metric, ""), curves, level=level)
+            curves_figure(metric_title(metric), METRIC_UNITS.get(metric, ""), curves, level=level, metric=metric)
         )
     yield from ((section, drawn) for section, drawn in figures.items() if drawn)
 
@@ -189,9 +216,10 @@ def _last_metrics(runs: Sequence[ReportedRun]) -> Iterator[ComparisonTable]:
     """Yield a table of the last values, with differences to the first run and to the untrained student."""
     last = [run.last_values() for run in runs]
     same_losses = len({str(run.recipe.get("losses")) for run in runs}) == 1
+    repeated = _repeated_sums(runs)
     rows = []
     for name in dict.fromkeys(name for values in last for name in values):
-        if name == "step" or name.startswith(FIRST_STEP_METRICS):
+        if name == "step" or name in repeated or name.startswith(FIRST_STEP_METRICS):
             continue
         cells: list[ReportCell | None] = []
         for run, values in zip(runs, last, strict=True):
@@ -202,7 +230,8 @@ def _last_metrics(runs: Sequence[ReportedRun]) -> Iterator[ComparisonTable]:
             others = [(last[0][name], runs[0].name)] if is_compared else []
             others += [] if before is None else [(before, "untrained")]
             cells.append(ReportCell(values[name], None, others) if name in values else None)
-        rows.append((name, cells))
+        unit = METRIC_UNITS.get(name, "")
+        rows.append((metric_title(name) + (f", {unit}" if unit and unit not in metric_title(name) else ""), cells))
     if rows:
         yield "Last metrics", [run.name for run in runs], rows
 
@@ -224,7 +253,8 @@ def _evaluations(results: Sequence[EvaluationResult], baselines: Sequence[str]) 
         for model in models:
             others = [(known[other].value, names[other]) for other in compared if other in known and other != model]
             cells.append(ReportCell(known[model].value, known[model].error, others) if model in known else None)
-        rows.append((f"{row.data}: {row.metric}" if row.data else row.metric, cells))
+        title = METRIC_TITLES.get(row.metric, row.metric)
+        rows.append((f"{row.data}: {title}" if row.data else title, cells))
     yield "Evaluations", [names[model] for model in models], rows
 
 

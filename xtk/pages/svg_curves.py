@@ -29,17 +29,19 @@ class MetricCurve:
 
 
 def curves_figure(
-    metric: str,
+    title: str,
     unit: str,
     curves: Sequence[MetricCurve],
     by: str = "step",
     level: tuple[str, float] | None = None,
+    metric: str = "",
 ) -> Markup:
     """Return one plot with the curves of a metric, as HTML.
 
     Args:
         by: name of the horizontal axis.
         level: name and value of a horizontal line for comparison.
+        metric: its name in files, if that is not the title.
     """
     shown = [(curve, thin_points(curve.points)) for curve in curves]
     low_x, high_x = _scale(x for _, points in shown for x, _ in points)
@@ -65,8 +67,9 @@ def curves_figure(
     ]
     return render(
         "curves",
-        metric=metric,
-        unit=unit,
+        title=title,
+        metric=metric or title,
+        unit="" if unit in title else unit,
         by=by,
         last=", ".join(f"{curve.run} {format_number(points[-1][1])}" for curve, points in shown),
         width=MARGIN_LEFT + PLOT_WIDTH + MARGIN_RIGHT,
