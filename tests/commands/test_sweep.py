@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from interrupted_runs import assert_equal_runs, assert_no_processes_left, processes_of_run, start_run, wait_for_path
 from xtk_processes import run_here, run_xtk
 
-from xtk.commands.sweep import total_seconds
+from xtk.commands.sweep import progress_in_log, total_seconds
 from xtk.commands.sweep_plan import plan_runs, varying_options
 from xtk.errors import XtkError
 from xtk.files.output import writer_lock
+from xtk.progress import Progress
 from xtk.runs.metrics_file import read_metrics
 
 EXIT_RESUMABLE, EXIT_INTERRUPTED = 75, 130
@@ -53,6 +54,19 @@ def swept(pair, corpus, tmp_path_factory):
     assert before
     assert modification_times(root / "all" / "seed=1") == before, "what was finished is not repeated"
     return root, command, failed, resumed
+
+
+def test_progress_of_a_sweep_shows_that_of_the_current_run(tmp_path):
+    log = tmp_path / "seed=0.log"
+    log.write_text("distill: 20/60 steps  9s left\n")
+    earlier = log.stat().st_size
+    assert progress_in_log(log, earlier) == ""
+    with log.open("a") as stream:
+        stream.write("$ xtk distill student cache\ndistill: running, 10s so far\n" + "a warning\n" * 200)
+        stream.write("distill: 40/60 steps  12s left  loss 5.2231\nanother warning\ndistill: 50/6")
+    job = Progress("sweep", 3, "runs", done=1, get_detail=lambda: progress_in_log(log, earlier))
+    assert job.line() == "1/3 runs  0s so far  this run: 40/60 steps  12s left  loss 5.2231"
+    assert job.line(60) == "1/3 runs  0s so far  this run: 40/60 steps  12s left"
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_ERROR_LINES = 12
 SEED_OPTION = "seed"
+PROGRESS_BYTES = 4096  # at the end of a log, searched for the progress of the run
 LOG_PREFIX = "$ "  # precedes the command of the run in its log
 # Metrics shown in the table, and their column titles.
 COLUMN_TITLES = {
@@ -167,6 +168,7 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
     """Check all runs, run the unfinished ones, and return the exit codes of failed runs by name."""
     from xtk.commands.sweep_plan import find_finished_run
     from xtk.files.output import Output, OutputKind
+    from xtk.progress import Progress
     from xtk.subprocesses import SignalForwarder
 
     for run in planned:
@@ -176,7 +178,10 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
     terminal.note(f"sweep: {len(planned):,} runs, {len(planned) - len(left):,} already finished")
     failed: dict[str, int] = {}
     folder.mkdir(parents=True, exist_ok=True)
-    with SignalForwarder() as forwarder:
+    started: list[tuple[Path, int]] = []  # log of a run, and its size before the run
+    progress = Progress("sweep", len(planned), "runs", done=len(planned) - len(left),
+                        get_detail=lambda: progress_in_log(*started[-1]) if started else "")  # fmt: skip
+    with SignalForwarder() as forwarder, progress:
         for number, run in enumerate(left, len(planned) - len(left) + 1):
             command = [run.command, *run.arguments]
             if deadline is not None:
@@ -191,6 +196,7 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
             with log.open("a", encoding="utf-8", errors="surrogateescape") as stream:
                 stream.write(f"{LOG_PREFIX}{shlex.join(['xtk', *command])}\n")
             size = log.stat().st_size
+            started.append((log, size))
             code = forwarder.run_command([sys.executable, "-m", "xtk", *command], log)
             if forwarder.received_signal and (code or run is not left[-1]):
                 if forwarder.received_signal == signal.SIGINT:
@@ -198,12 +204,22 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
                 raise _stopped(run, signal.Signals(forwarder.received_signal).name)
             if code == os.EX_TEMPFAIL:
                 raise _stopped(run, "the run was stopped by a signal" if deadline is None else "--max-seconds is over")
+            progress.advance(1)
             if code:
                 failed[run.name] = code
                 terminal.error(_failure(run, code, log, size))
             else:
                 terminal.note(f"sweep: {run.name}: finished in {terminal.format_duration(time.monotonic() - begun)}")
     return failed
+
+
+def progress_in_log(log: Path, start: int) -> str:
+    """Return the last progress of a run (`this run: 40/60 steps  12s left`) from its log after `start` bytes."""
+    with log.open("rb") as stream:
+        stream.seek(max(start, log.stat().st_size - PROGRESS_BYTES))
+        lines = stream.read().decode("utf-8", "replace").split("\n")
+    last = next((line for line in reversed(lines[:-1]) if line.startswith("distill")), "")  # either command
+    return last and f"this run: {last.partition(': ')[2]}"
 
 
 def _stopped(run: PlannedRun, why: str) -> Exception:
