@@ -79,3 +79,8 @@ def test_headings_are_bold_on_a_terminal(monkeypatch, is_terminal, expected):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     assert heading("Data") == expected
+
+
+def test_limits_are_written_with_all_digits(shown):
+    name, printed = shown
+    assert not re.search(r"\d(\.\d+)?e\+\d", printed), name

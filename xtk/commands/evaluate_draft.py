@@ -70,7 +70,10 @@ class EvaluateDraftOptions(
         REQUIRED, "Prompts. docs/how-to/data.md lists the formats.", metavar="PROMPTS..."
     )
     num_draft_tokens: tuple[str, ...] = option(
-        ("1", "2", "4", "8"), "Proposals per block, one measurement for each.", metavar="K,...", comma_separated=True
+        ("1", "2", "4", "8"),
+        "Tokens that the draft proposes at once; each number is measured separately.",
+        metavar="K,...",
+        comma_separated=True,
     )
     max_completion_length: int = redeclared(
         SamplingOptions,

@@ -61,7 +61,9 @@ class Option:
     def limits(self) -> str:
         """The legal numbers in words: `at least 0 and below 1`; "" if all are."""
         pairs = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
-        return " and ".join(f"{word} {value:g}" for word, value in pairs.items() if value is not None)
+        texts = {word: f"{int(value):,}" if float(value).is_integer() else f"{value:g}"
+                 for word, value in pairs.items() if value is not None}  # fmt: skip
+        return " and ".join(f"{word} {text}" for word, text in texts.items())
 
     def allows(self, value: float) -> bool:
         """Return whether a number is finite and within the limits."""

@@ -29,5 +29,7 @@ class ServiceOptions:
     max_requests_per_minute: float = option(0, "Maximum requests per minute; 0: no limit.", min=0)
     max_tokens_per_minute: float = option(0, "Maximum tokens per minute, of prompts and answers; 0: no limit.", min=0)
     max_cost: float = option(0, "Stop before the cost exceeds this, in the unit of the prices; 0: no limit.", min=0)
-    input_price: float = option(0, "Price of a million prompt tokens.", min=0)
-    output_price: float = option(0, "Price of a million answer tokens.", min=0)
+    input_price: float = option(
+        0, "Price of a million prompt tokens, in any currency: for the printed cost and --max-cost.", min=0
+    )
+    output_price: float = option(0, "Price of a million answer tokens, as --input-price.", min=0)

@@ -81,8 +81,8 @@ class TeacherUseOptions:
     )
     teacher_weights: str = option(
         "",
-        "Teacher weights in their order, such as 0.7,0.3 (default: equal), or a score to compute them from. "
-        "ce:alpha=5,per=span: softmax(-alpha * CE) per span; docs/how-to/several-teachers.md lists all.",
+        "Weights of the teachers, such as 0.7,0.3 (default: equal); or computed from what they predict. "
+        "ce:alpha=5,per=document favors a low CE of the text; docs/how-to/several-teachers.md lists all.",
         metavar="W,W...|SCORE[:KEY=VALUE,...]",
         identity_if_set=True,
     )

@@ -219,7 +219,7 @@ class SparseProjection:
         for cells in (self.student_cells, self.teacher_cells):
             if len(cells) and (cells.min() < -1 or cells.max() >= self.student_width + self.teacher_width):
                 raise XtkError(
-                    "the projection has an invalid partition: numbers of its cells are out of range", hint=_REBUILD
+                    "the projection is corrupt: numbers of its cells are out of range", hint=_REBUILD
                 )
 
     @property
