@@ -80,6 +80,7 @@ def test_two_different_results_of_one_name_are_refused(tmp_path):
 def test_values_that_are_not_metrics_are_left_out(tmp_path):
     """An integer of hundreds of digits, a reward that is a number, an error of a value that is null."""
     record = {"model": "m", "data": "d", "acc": 10**400, "reward": 0.5, "difference": None, "difference_error": 0.1}
+    record |= {"skipped_bytes": 3, "difference_of": "m minus n"}
     (tmp_path / "one.json").write_text(json.dumps(record | {"categories": {"Latin": {"x": None, "x_error": 0.1}}}))
     assert [(one.metric, one.value, one.settings) for one in read_results(tmp_path / "one.json")] == [
         ("reward", 0.5, ())

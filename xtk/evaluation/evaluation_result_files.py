@@ -16,7 +16,7 @@ NON_METRIC_KEYS = frozenset(
     {
         "bits", "bytes", "documents", "tokens", "windows", "window", "stride", "seconds", "samples", "seed", "n",
         "count", "sample_len", "temperature", "problems", "unscored", "prompts_too_long", "num_generations",
-        "num_fewshot", "limit",
+        "num_fewshot", "limit", "skipped_bytes",
     }
 )  # fmt: skip
 # Suffix of a metric's standard error: of xtk, and of lm-evaluation-harness.

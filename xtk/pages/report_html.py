@@ -28,7 +28,8 @@ SUMS_OF_LOSSES = ("loss", "distillation_loss", "eval_loss", "eval_distillation_l
 # Titles of metrics whose name is not one; of others, underscores become spaces.
 METRIC_TITLES = {
     "bits_per_byte": "bits per byte", "top1_agreement": "top-1 agreement", "distillation_loss": "distillation loss",
-    "peak_memory_gib": "peak memory", "kd_scale": "scale of the distillation loss",
+    "peak_memory_gib": "peak memory", "data_wait_fraction": "waiting for data",
+    "kd_scale": "scale of the distillation loss",
 }  # fmt: skip
 SECTIONS = ("Held-out text", "Losses", "Rollouts", "Training")
 METRIC_UNITS = {
