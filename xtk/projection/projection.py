@@ -218,9 +218,7 @@ class SparseProjection:
             raise XtkError("the projection has a row whose weights sum to more than 1", hint=_REBUILD)
         for cells in (self.student_cells, self.teacher_cells):
             if len(cells) and (cells.min() < -1 or cells.max() >= self.student_width + self.teacher_width):
-                raise XtkError(
-                    "the projection is corrupt: numbers of its cells are out of range", hint=_REBUILD
-                )
+                raise XtkError("the projection is corrupt: numbers of its cells are out of range", hint=_REBUILD)
 
     @property
     def student_tokens(self) -> int:
