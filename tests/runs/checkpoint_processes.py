@@ -27,7 +27,7 @@ from transformers.utils import logging
 from xtk.parallel import process_group
 from xtk.runs.checkpoint import CheckpointSaver
 from xtk.runs.sharded_state import local_tensor
-from xtk.training.student_weights import ExponentialMovingAverage
+from xtk.training.ema_and_cpu_offload import ExponentialMovingAverage
 
 IDS = torch.arange(24).view(2, 12) % 16
 STEP, SEED = 3, 5

@@ -45,9 +45,9 @@ from xtk.runs.resume_point import ResumePoint
 from xtk.runs.trainer_state import TrainerState, step_is_finite
 from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.tokenizer import Tokenizer
+from xtk.training.ema_and_cpu_offload import ExponentialMovingAverage, offload_student
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.online_teacher_scoring import TeacherBlocks
-from xtk.training.student_weights import ExponentialMovingAverage, offload_student
 from xtk.training.student_with_losses import GradientClipping, forward_student, predicted_tokens, reshard_weights
 from xtk.training.task_evaluation import TaskEvaluator
 from xtk.training.throughput_meter import ThroughputMeter
