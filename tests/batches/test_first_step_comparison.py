@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from recorded_training_steps import make_train_config, open_run_inputs, record_steps
 
-from xtk.batches.first_step_comparison import ComparedText
+from xtk.batches.first_step_bits_per_byte import ComparedText
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm

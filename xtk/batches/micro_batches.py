@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from xtk.batches.combine_teachers import ScoreWeighting, score_tallies
 from xtk.batches.data_sources import DocumentSource
-from xtk.batches.first_step_comparison import ComparedText
+from xtk.batches.first_step_bits_per_byte import ComparedText
 from xtk.batches.top1_agreement import TeacherTopTokens
 from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import TeacherLogprobs

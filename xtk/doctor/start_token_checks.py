@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from xtk import terminal
-from xtk.batches.first_step_comparison import MIN_IMPROVEMENT
+from xtk.batches.first_step_bits_per_byte import MIN_IMPROVEMENT
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import BitsPerByteResult, evaluate_bits_per_byte

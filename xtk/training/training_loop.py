@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from xtk import terminal
 from xtk.batches.batch_prefetch import StepBatchBuilder, copied_ahead, prefetch
 from xtk.batches.cross_process_reduction import REGION_METRICS, StepReduction
-from xtk.batches.first_step_comparison import (
+from xtk.batches.first_step_bits_per_byte import (
     STUDENT_METRIC,
     TEACHER_METRIC,
     TextScorer,
