@@ -38,7 +38,7 @@ from xtk.teachers.cache_build_config import (
 )
 from xtk.teachers.cache_shard_planning import Chunk, ShardingOptions, ShardPlan, make_shard_plan, read_shards
 from xtk.teachers.logprob_checks import check_scored_document
-from xtk.teachers.worker_pool import TeacherJob, WorkerPool
+from xtk.teachers.teacher_processes import TeacherJob, WorkerPool
 from xtk.text.tokenizer import Tokenizer
 
 # Threads that check, pack and write shards while the teacher scores; compiled kernels run side by side in them. Half of

@@ -34,7 +34,7 @@ from xtk.teachers.cache_build_config import (
 )
 from xtk.teachers.cache_building import check_scored_documents, score_chunks
 from xtk.teachers.cache_shard_planning import Chunk, ShardPlan, chunk_documents, make_shard_plan
-from xtk.teachers.worker_pool import TeacherJob, WorkerPool
+from xtk.teachers.teacher_processes import TeacherJob, WorkerPool
 from xtk.text.document import Document
 from xtk.text.start_tokens import AUTO_START
 from xtk.text.token_sequence import TokenSequence

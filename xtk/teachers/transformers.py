@@ -23,7 +23,7 @@ from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.parallel.host_to_device import start_copy_to_host, to_device
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored, sampling_uniforms, trained_positions
-from xtk.teachers.worker_pool import TensorParallelModel
+from xtk.teachers.teacher_processes import TensorParallelModel
 from xtk.text.token_sequence import TokenSequence
 
 # Engine options that xtk sets, and the options of the command line for them.
