@@ -14,7 +14,7 @@ from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.cells.next_byte_cells import concatenated_ranges
 from xtk.losses.interface import ComparisonSpace, Loss, LossInputs
 from xtk.losses.kernels.chunked_softmax import EntryGroups, SoftmaxReads
-from xtk.losses.kernels.event_sets_numba import fill_event_sets
+from xtk.losses.kernels.event_set_completion_numba import fill_event_sets
 from xtk.losses.kernels.sampled_support_correction import TeacherArrays
 from xtk.losses.kernels.token_boundaries_numba import NEXT_DISTRIBUTION, NONE, STUDENT_COLUMNS, TEACHER_COLUMNS
 from xtk.parallel.host_to_device import to_device, vocabulary_tensor
