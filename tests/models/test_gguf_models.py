@@ -21,9 +21,9 @@ from safetensors.numpy import load_file, save_file
 
 from xtk.errors import CorruptError, XtkError
 from xtk.models.causal_lm import load_causal_lm
-from xtk.models.gguf_conversion import set_rope_scaling
 from xtk.models.gguf_header import GgufHeader
 from xtk.models.gguf_models import GGUF_RECORD, find_gguf, gguf_name
+from xtk.models.gguf_to_huggingface import set_rope_scaling
 from xtk.models.resolver import ModelRef, resolve_model_folder, weights_fingerprint
 from xtk.text.tokenizer import Tokenizer
 

@@ -23,8 +23,8 @@ from xtk.files.atomic_files import (
     write_json,
 )
 from xtk.files.output import fsync_folder, write_output_folder
-from xtk.models.gguf_conversion import convert_gguf
 from xtk.models.gguf_header import is_gguf_file
+from xtk.models.gguf_to_huggingface import convert_gguf
 from xtk.models.weight_hash import hash_weights
 from xtk.writable_cache_folders import user_cache_folder
 
