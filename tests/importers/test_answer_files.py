@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 
 from xtk.importers.service_answers import AnswerFile, make_requests
-from xtk.options.service_options import ServiceOptions
+from xtk.options.query_teacher_options import ServiceOptions
 from xtk.text.document import Document
 
 URL = "http://127.0.0.1:9/v1"  # no server listens on this port

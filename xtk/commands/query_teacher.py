@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from xtk import terminal
 from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, options_of, output_option
-from xtk.options.service_options import ECHO, ServiceOptions
+from xtk.options.query_teacher_options import ECHO, ServiceOptions
 from xtk.options.shared import ConfigOption, CorpusOptions, JsonOption, QuietOption
 
 

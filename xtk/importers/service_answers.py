@@ -19,7 +19,7 @@ from xtk.errors import ResumableStop, XtkError
 from xtk.files.atomic_files import atomic_write, canonical_json, sha256
 from xtk.files.output import OutputKind
 from xtk.importers.completion_logprobs import read_answer, row_errors
-from xtk.options.service_options import CHAT, ECHO, TEXT, ServiceOptions
+from xtk.options.query_teacher_options import CHAT, ECHO, TEXT, ServiceOptions
 from xtk.progress import Progress
 from xtk.text.document import Document
 
