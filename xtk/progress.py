@@ -28,14 +28,12 @@ class Progress:
     Args:
         total: number of units; None if unknown.
         done: units that an earlier run finished.
-        get_detail: what to show after the units whenever the job is printed, instead of the detail of `advance`.
     """
 
-    def __init__(self, label: str, total: int | None, unit: str, *, done: int = 0,
-                 get_detail: Callable[[], str] | None = None) -> None:  # fmt: skip
+    def __init__(self, label: str, total: int | None, unit: str, *, done: int = 0) -> None:
         self.label, self.total, self.unit, self.done = label, total, unit, done
         self._first, self._num_steps, self._detail = done, 0, ""
-        self._get_detail = get_detail or (lambda: self._detail)
+        self.get_detail: Callable[[], str] = lambda: self._detail  # of each print; a caller may replace it
         self._started = self._last_line = time.monotonic()
         self._last_steps: deque[tuple[float, int]] = deque(maxlen=STEPS_OF_ESTIMATE)  # (time, done after the step)
         self._shown = terminal.shows_notes()
@@ -74,7 +72,7 @@ class Progress:
         """
         of_total = "" if self.total is None else f"/{self.total:,}"
         text = f"{self.done:,}{of_total} {self.unit}  {self._time()}"
-        for part in self._get_detail().split("  "):
+        for part in self.get_detail().split("  "):
             if width is not None and len(text) + len(part) + 2 > width:
                 break
             text += f"  {part}" if part else ""

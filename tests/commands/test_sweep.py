@@ -64,7 +64,8 @@ def test_progress_of_a_sweep_shows_that_of_the_current_run(tmp_path):
     with log.open("a") as stream:
         stream.write("$ xtk distill student cache\ndistill: running, 10s so far\n" + "a warning\n" * 200)
         stream.write("distill: 40/60 steps  12s left  loss 5.2231\nanother warning\ndistill: 50/6")
-    job = Progress("sweep", 3, "runs", done=1, get_detail=lambda: progress_in_log(log, earlier))
+    job = Progress("sweep", 3, "runs", done=1)
+    job.get_detail = lambda: progress_in_log(log, earlier)
     assert job.line() == "1/3 runs  0s so far  this run: 40/60 steps  12s left  loss 5.2231"
     assert job.line(60) == "1/3 runs  0s so far  this run: 40/60 steps  12s left"
 

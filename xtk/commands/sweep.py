@@ -179,8 +179,8 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
     failed: dict[str, int] = {}
     folder.mkdir(parents=True, exist_ok=True)
     started: list[tuple[Path, int]] = []  # log of a run, and its size before the run
-    progress = Progress("sweep", len(planned), "runs", done=len(planned) - len(left),
-                        get_detail=lambda: progress_in_log(*started[-1]) if started else "")  # fmt: skip
+    progress = Progress("sweep", len(planned), "runs", done=len(planned) - len(left))
+    progress.get_detail = lambda: progress_in_log(*started[-1]) if started else ""
     with SignalForwarder() as forwarder, progress:
         for number, run in enumerate(left, len(planned) - len(left) + 1):
             command = [run.command, *run.arguments]
