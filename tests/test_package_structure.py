@@ -59,10 +59,10 @@ FLOORS = [
     ("importers", "caches from and for other tools, answers of services", 1_785),  # to reach: 1,550
     ("doctor", "checks and forecasts before a long run", 1_450),  # to reach: 1,250
     ("quickstart", "the demonstration pipeline and its tiny models", 480),
-    ("pages", "HTML pages, their templates, and the tables on them", 1_160),  # to reach: 900
+    ("pages", "HTML pages, their templates, and the tables on them", 1_190),  # to reach: 900
     ("commands",
      "one module per command, with its options: checks of inputs, printed results",
-     6_180),  # to reach: 4,300
+     6_220),  # to reach: 4,300
     ("cli.py", "the list of commands; exit codes and error messages", 255),
     ("integrations", "distillation in the trainers of other libraries", 300),
     ("__main__.py", "the entry point: streams, cache folders, signals", 100),
