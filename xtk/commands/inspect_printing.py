@@ -172,7 +172,7 @@ def _rounded(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
     if isinstance(value, int):
         return str(value) if name in NO_SEPARATORS or name.endswith("_id") else f"{value:,}"
     if isinstance(value, Mapping):
