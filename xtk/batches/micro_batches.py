@@ -315,8 +315,8 @@ def _without_nan(output: TeacherDocument | None) -> tuple[TeacherDocument | None
     """Return a teacher's output without positions that have a NaN log-probability, and the number of these."""
     if output is None:
         return None, 0
-    logprobs = output.teacher_logprobs.drop_nan_positions()
-    return output.with_teacher_logprobs(logprobs), len(output.teacher_logprobs) - len(logprobs)
+    kept = output.without_nan()
+    return kept, len(output.teacher_logprobs) - len(kept.teacher_logprobs)
 
 
 def _region_counts(inputs: LossInputs, weights: NDArray[np.float64], terms: Sequence[LossCells]) -> NDArray[np.float64]:

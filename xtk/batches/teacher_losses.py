@@ -14,6 +14,7 @@ from xtk.errors import MismatchError, XtkError
 from xtk.losses.term import LossTerm
 from xtk.runs.metrics_file import metric_name
 from xtk.teachers.source import TeacherSource
+from xtk.teachers.style_references import ShiftedTeacher
 from xtk.text.tokenizer import Tokenizer
 
 
@@ -43,9 +44,21 @@ class TeacherLosses:
         is_mixture = self.combination.method == "mixture"
         return [TeacherMixture(teachers, self.combination.weights)] if is_mixture else teachers
 
-    def cached_documents(self, teachers: Sequence[DistillationTeacher]) -> DocumentsFromCaches:
-        """Return the documents of the caches of teachers, combined by the method of `--combine-teachers`."""
+    def cached_documents(
+        self, teachers: Sequence[DistillationTeacher], references: Sequence[TeacherCache] = ()
+    ) -> DocumentsFromCaches:
+        """Return the documents of the caches of teachers, combined by the method of `--combine-teachers`.
+
+        Args:
+            references: for `--teacher-shift`, a cache of the same documents per teacher.
+        """
         caches = [teacher.source for teacher in teachers if isinstance(teacher.source, TeacherCache)]
+        if references:
+            documents = DocumentsFromCaches(*caches, *references, rows=match_documents([*caches, *references]))
+            sources = documents.teachers
+            pairs = zip(sources[: len(caches)], sources[len(caches) :], strict=True)
+            documents.teachers = [ShiftedTeacher(*both) for both in pairs]
+            return documents
         if len(caches) == 1:
             return DocumentsFromCaches(*caches)
         is_routed = self.combination.method == "route"

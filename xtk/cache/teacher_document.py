@@ -38,12 +38,14 @@ class TeacherDocument:
         stored_logprobs: its log-probabilities at the trained tokens, with all sets of samples.
         teacher_logprobs: those that a student trains on: the exact entries, and one set of samples or none.
         style_scores: log-probabilities of its style reference and of the frozen student; None without a reference.
+        shift_reference: log-probabilities of a reference at the entries of `teacher_logprobs`; None without one.
     """
 
     document: Document
     tokens: TokenSequence
     stored_logprobs: StoredLogprobs
     style_scores: StyleScores | None = None
+    shift_reference: TeacherLogprobs | None = None
 
     def __init__(
         self,
@@ -73,6 +75,20 @@ class TeacherDocument:
         other = copy.copy(self)
         other.teacher_logprobs = teacher_logprobs
         return other
+
+    def with_shift_reference(self, logprobs: TeacherLogprobs, reference: TeacherLogprobs) -> TeacherDocument:
+        """Return the same document with log-probabilities of the teacher and its reference at the same entries."""
+        other = self.with_teacher_logprobs(logprobs)
+        other.shift_reference = reference
+        return other
+
+    def without_nan(self) -> TeacherDocument:
+        """Return the same document without positions that have a NaN log-probability."""
+        if self.shift_reference is None:
+            return self.with_teacher_logprobs(self.teacher_logprobs.drop_nan_positions())
+        both = self.teacher_logprobs, self.shift_reference
+        bad = both[0].nan_positions | both[1].nan_positions
+        return self.with_shift_reference(*(some.select_positions(~bad) for some in both))
 
     def with_style_scores(self, style_scores: StyleScores) -> TeacherDocument:
         """Return the same document with the log-probabilities of a style reference."""

@@ -237,23 +237,31 @@ class TeacherLogprobs:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def drop_nan_positions(self) -> TeacherLogprobs:
-        """Return a copy without positions that have a NaN in remainder, observed or stored log-probabilities."""
-        bad = np.isnan(self.remainder_mass) | np.isnan(self.observed_logprobs)
+    @property
+    def nan_positions(self) -> NDArray[np.bool_]:
+        """Bool [P], which positions have a NaN in remainder, observed or stored log-probabilities."""
+        bad: NDArray[np.bool_] = np.isnan(self.remainder_mass) | np.isnan(self.observed_logprobs)
         bad[np.searchsorted(self.offsets, np.flatnonzero(np.isnan(self.logprobs)), side="right") - 1] = True
-        if not bad.any():
-            return self
+        return bad
+
+    def drop_nan_positions(self) -> TeacherLogprobs:
+        """Return a copy without `nan_positions`."""
+        bad = self.nan_positions
+        return self.select_positions(~bad) if bad.any() else self
+
+    def select_positions(self, kept: NDArray[np.bool_]) -> TeacherLogprobs:
+        """Return a copy with some positions; `kept`: bool [P]."""
         sizes = np.diff(self.offsets)
-        entries = np.repeat(~bad, sizes)
+        entries = np.repeat(kept, sizes)
         return TeacherLogprobs(
-            positions=self.positions[~bad],
-            offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[~bad])]),
+            positions=self.positions[kept],
+            offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[kept])]),
             ids=self.ids[entries],
             logprobs=self.logprobs[entries],
-            remainder_mass=self.remainder_mass[~bad],
-            observed_logprobs=self.observed_logprobs[~bad],
-            entropy=self.entropy[~bad],
-            exact_counts=None if self.exact_counts is None else self.exact_counts[~bad],
+            remainder_mass=self.remainder_mass[kept],
+            observed_logprobs=self.observed_logprobs[kept],
+            entropy=self.entropy[kept],
+            exact_counts=None if self.exact_counts is None else self.exact_counts[kept],
             precision=self.precision,
             token_logprobs=None if self.token_logprobs is None else self.token_logprobs[entries],
         )

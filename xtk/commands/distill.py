@@ -193,8 +193,11 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
         student=folder,
         devices=teacher_devices,
     )
-    references = (*options.reference, student) if isinstance(options, OnPolicyDistillOptions) else ()
-    references = references if len(references) > 1 else ()
+    references: list[OnlineTeacher] = []
+    if options.teacher_shift and options.teacher:
+        references = [open_teacher(spec) for spec in options.reference]
+    elif options.teacher and options.reference:
+        references = [open_teacher(observed_only(spec)) for spec in (*options.reference, student)]
     return RunPaths(
         ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code),
         tuple(named.get(path, path) for path in options.cache),
@@ -203,7 +206,8 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
         parse_columns_option(options.columns, weight=options.weight_column, route=options.route_column),
         eval_caches=options.eval_data if all(map(is_cache, options.eval_data)) else (),
         online_teachers=tuple(map(open_teacher, options.teacher)),
-        references=tuple(open_teacher(observed_only(spec)) for spec in references),
+        references=tuple(references),
+        reference_caches=() if options.teacher else options.reference,
         max_document_bytes=options.max_document_bytes,
     )
 

@@ -70,7 +70,7 @@ class DistillOptions(
     )  # fmt: skip
     HEADINGS: ClassVar[Sequence[Heading]] = (
         Heading("Data", (CorpusOptions, DocumentColumnOptions, SequenceOptions, "dataloader_num_workers")),
-        Heading("Teacher", ("teacher", TeacherUseOptions)),
+        Heading("Teacher", ("teacher", "reference", TeacherUseOptions)),
         Heading("Objective", ("loss", "projection", "scale_kd_to", RegionOptions)),
         Heading("Optimization", (OptimizationOptions, "max_skipped_steps", "torch_compile")),
         Heading("Student", (StudentModelOptions, "start_token", "trust_remote_code")),
@@ -125,6 +125,14 @@ class DistillOptions(
         "options as in cache-teacher, such as MODEL:top_k=64,dtype=bfloat16.",
         metavar="MODEL[:KEY=VALUE,...]",
         effect=INPUTS,
+    )
+    reference: tuple[str, ...] = option(
+        (),
+        "Small model of a teacher's family, or its cache where the teacher is one; its style is subtracted by "
+        "--teacher-shift or policy-gradient:offset. One per teacher. Repeatable.",
+        metavar="MODEL[:KEY=VALUE,...]|CACHE",
+        effect=INPUTS,
+        identity_if_set=True,
     )
     devices: str = option(
         "",
@@ -204,20 +212,13 @@ class OnPolicyDistillOptions(PromptOptions, SamplingOptions, OnPolicyOptions, Re
         Heading(
             "On-policy",
             (
-                "reference", PromptOptions, SamplingOptions, OnPolicyOptions, RewardOptions, "rollout_backend",
-                "rollout_engine", "rollout_server", "rollout_dtype", "rollout_batch_tokens", "stop_if",
+                PromptOptions, SamplingOptions, OnPolicyOptions, RewardOptions, "rollout_backend", "rollout_engine",
+                "rollout_server", "rollout_dtype", "rollout_batch_tokens", "stop_if",
             ),
         ),
         *DistillOptions.HEADINGS[-2:],
     )  # fmt: skip
 
-    reference: tuple[str, ...] = option(
-        (),
-        "Small model of a teacher's family, whose style policy-gradient:offset subtracts; one per teacher. Repeatable.",
-        metavar="MODEL[:KEY=VALUE,...]",
-        effect=INPUTS,
-        identity_if_set=True,
-    )
     cache: tuple[str, ...] = redeclared(
         DistillOptions, "cache", help="Data with prompts. - reads one path from standard input.", metavar="DATA..."
     )

@@ -17,6 +17,7 @@ class BoundaryKL(Loss):
 
     comparison_space = "projection"
     averaged_over = "shared boundaries"
+    compares_cells = True
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per span: the distributions of both models at its first token."""

@@ -34,6 +34,7 @@ class ByteKL(Loss):
 
     comparison_space = "bytes"
     averaged_over = "token boundaries of either model"
+    compares_cells = True
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per token boundary of either model, in text order."""

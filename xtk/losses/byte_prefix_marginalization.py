@@ -37,6 +37,7 @@ class BPM(Loss):
 
     comparison_space = "bytes"
     averaged_over = "student tokens with a teacher"
+    compares_cells = True
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per student token, in text order."""

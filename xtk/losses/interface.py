@@ -48,6 +48,8 @@ class LossInputs:
             the span by its style reference; nan elsewhere. None: there is no reference.
         frozen_logprobs: float32 [N], log-probabilities of the rows' tokens by the frozen student; nan: unknown.
         is_end: bool [C], whether each span is a special token that ends a segment, or is it; None: no span is.
+        shift_reference: log-probabilities of a reference at the entries of `teacher_logprobs`, whose ratio shifts the
+            target; None: the target is the teacher.
     """
 
     student_ids: NDArray[np.int32]
@@ -63,6 +65,7 @@ class LossInputs:
     is_end: NDArray[np.bool_] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
     frozen_logprobs: NDArray[np.float32] | None = None
+    shift_reference: TeacherLogprobs | None = None
 
 
 def join_inputs(examples: Sequence[LossInputs]) -> LossInputs:
@@ -71,6 +74,11 @@ def join_inputs(examples: Sequence[LossInputs]) -> LossInputs:
     teachers = np.cumsum([0, *(len(example.teacher_ids) for example in examples)])[:-1]
     shifts = np.column_stack([students, students, teachers, teachers]).astype(np.int32)
     teacher_outputs = [example.teacher_logprobs for example in examples if example.teacher_logprobs is not None]
+    is_shifted = len(teacher_outputs) == len(examples) and any(example.shift_reference for example in examples)
+    # A document without a reference has no teacher either: its log-probabilities are empty.
+    references = [
+        example.shift_reference or teacher for example, teacher in zip(examples, teacher_outputs, strict=False)
+    ]
     return LossInputs(
         student_ids=_concatenate_as([example.student_ids for example in examples], np.int32),
         positions=_concatenate_as(
@@ -86,6 +94,7 @@ def join_inputs(examples: Sequence[LossInputs]) -> LossInputs:
         teacher_logprobs=_join_teacher_logprobs(teacher_outputs, teachers)
         if len(teacher_outputs) == len(examples)
         else None,
+        shift_reference=_join_teacher_logprobs(references, teachers) if is_shifted else None,
         **{name: _concatenate_optional(name, examples) for name in _MISSING_VALUES},
     )
 
@@ -177,6 +186,7 @@ class Loss:
         stop_class: the sides whose stop tokens are one event: `both`, `teacher` or `none`.
         compares_single_tokens: whether each cell is one token of the teacher, so that a sampled token's log-probability
             is that of its cell.
+        compares_cells: whether its value is a divergence over cells and remainders, whose target can be shifted.
     """
 
     where: str = option(ALL_POSITIONS, "Positions of the items.", choices=(ALL_POSITIONS, SHARED_BOUNDARIES))
@@ -191,6 +201,12 @@ class Loss:
     items_are_spans: ClassVar[bool] = False
     stop_class: ClassVar[str] = BOTH_STOP_CLASSES
     compares_single_tokens: ClassVar[bool] = False
+    compares_cells: ClassVar[bool] = False
+
+    @property
+    def compares_only_cells(self) -> bool:
+        """As `compares_cells`, which may depend on an option."""
+        return self.compares_cells
 
     @property
     def covers_spans(self) -> bool:

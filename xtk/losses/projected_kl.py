@@ -30,6 +30,11 @@ class PKL(Loss):
     averaged_over = "spans"
     items_are_spans = True
 
+    @property
+    def compares_only_cells(self) -> bool:
+        """Whether it is a divergence over cells; its published form is not."""
+        return not self.published
+
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per span."""
         assert isinstance(comparison_space, ProjectionColumns)

@@ -14,6 +14,7 @@ class TokenDivergenceLoss(Loss):
     comparison_space = "tokens"
     averaged_over = "tokens"
     compares_single_tokens = True
+    compares_cells = True
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per token; `comparison_space` is the identity projection."""

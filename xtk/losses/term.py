@@ -16,6 +16,7 @@ from xtk.losses.cells.paired_ends import with_paired_ends
 from xtk.losses.cells.stop_classes import StopClasses
 from xtk.losses.divergences import Divergence
 from xtk.losses.interface import MASK, ComparisonSpace, Loss, LossInputs
+from xtk.losses.teacher_shift import shifted_by_reference
 from xtk.text.alignment import align_sequences, separate_added_spaces
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence as TokenSequence
@@ -63,6 +64,12 @@ class LossTerm:
 
     def build_cells(self, inputs: LossInputs) -> LossCells:
         """Return the cells of an example on the CPU, with scale 1."""
+        cells = self._build_cells(inputs)
+        if inputs.shift_reference is None:
+            return cells
+        return shifted_by_reference(cells, self._build_cells(replace(inputs, teacher_logprobs=inputs.shift_reference)))
+
+    def _build_cells(self, inputs: LossInputs) -> LossCells:
         stops = self.stop_classes
         merged = inputs if stops is None else stops.merge_inputs(inputs, self.loss)
         paired = with_paired_ends(merged, self.comparison_space)
@@ -111,6 +118,7 @@ def make_loss_inputs(
     own["is_end"] = np.isin(spans[:, 0], student.segment_end_tokens)
     if teacher.style_scores is not None:
         own |= _style_inputs(student, rows, spans, teacher.style_scores)
+    own["shift_reference"] = teacher.shift_reference
     return LossInputs(student.ids, rows, spans, teacher.tokens.ids, teacher.teacher_logprobs, **own)
 
 

@@ -79,6 +79,11 @@ class TeacherUseOptions:
         effect=INPUTS,
         identity_if_set=True,
     )
+    teacher_shift: bool = option(
+        False,
+        "With --reference: train toward the student before the run, times the teacher and divided by the reference.",
+        identity_if_set=True,
+    )
     teacher_weights: str = option(
         "",
         "Weights of the teachers, such as 0.7,0.3 (default: equal); or computed from what they predict. "

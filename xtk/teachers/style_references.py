@@ -1,16 +1,83 @@
-"""Style references: small models of a teacher's family, whose log-probabilities are subtracted from the teacher's."""
+"""References: small models of a teacher's family, whose log-probabilities are subtracted from the teacher's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.cache.reader import TeacherCache
 from xtk.cache.teacher_document import StyleScores, TeacherDocument
+from xtk.cache.teacher_logprobs import MIN_REMAINDER, TeacherLogprobs, sizes_to_offsets
 from xtk.errors import MismatchError, XtkError
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.teachers.source import TeacherSource
+
+Reference = OnlineTeacher | TeacherCache
+
+# Bound of log-probabilities, so that cells of both models exist alike: no probability of a cell is rounded to 0.
+MIN_SHIFTED_LOGPROB = np.float32(-80)
+
+
+class ShiftedTeacher:
+    """A teacher whose outputs also have a reference's log-probabilities, at the tokens that both list exactly.
+
+    Args:
+        teacher: the teacher.
+        reference: a cache or model with the teacher's tokenizer. Sampled tokens of both are ignored.
+    """
+
+    def __init__(self, teacher: TeacherSource, reference: TeacherSource) -> None:
+        self._sources = teacher, reference
+
+    def outputs(self, documents: Sequence[int], sample_set: int | None = 0) -> list[TeacherDocument | None]:
+        """Return the teacher's outputs for some documents, without samples; None for one that it does not have."""
+        scored = [source.outputs(documents, None) for source in self._sources]
+        return [
+            None if teacher is None or reference is None else _shifted(teacher, reference)
+            for teacher, reference in zip(*scored, strict=True)
+        ]
+
+
+def _shifted(teacher: TeacherDocument, reference: TeacherDocument) -> TeacherDocument:
+    _check_same_tokens(teacher, reference)
+    both = teacher.teacher_logprobs, reference.teacher_logprobs
+    keys, others = map(_entry_keys, both)
+    chosen = [
+        _select_entries(both[0], np.isin(keys, others), keys),
+        _select_entries(both[1], np.isin(others, keys), others),
+    ]
+    # Where one of them has a remainder, both have, so that the same cells are in it.
+    remainders = [some.remainder_mass for some in chosen]
+    has_remainder = np.maximum(*remainders) > MIN_REMAINDER
+    least = np.where(has_remainder, np.float32(1.1 * MIN_REMAINDER), np.float32(0))
+    return teacher.with_shift_reference(
+        *(replace(some, remainder_mass=np.maximum(some.remainder_mass, least)) for some in chosen)
+    )
+
+
+def _entry_keys(logprobs: TeacherLogprobs) -> NDArray[np.int64]:
+    """Return int64 [E], position and id of each entry as one number."""
+    owners = np.repeat(np.arange(len(logprobs), dtype=np.int64), np.diff(logprobs.offsets))
+    return (owners << 32) + logprobs.ids
+
+
+def _select_entries(logprobs: TeacherLogprobs, kept: NDArray[np.bool_], keys: NDArray[np.int64]) -> TeacherLogprobs:
+    """Return log-probabilities with some entries, sorted by keys; the mass of the others is in the remainder."""
+    owners, size = keys >> 32, len(logprobs)
+    left_out = np.bincount(owners[~kept], np.exp(logprobs.logprobs[~kept].astype(np.float64)), minlength=size)
+    order = np.flatnonzero(kept)
+    order = order[np.argsort(keys[order])]
+    return replace(
+        logprobs,
+        offsets=sizes_to_offsets(np.bincount(owners[kept], minlength=size)),
+        ids=logprobs.ids[order],
+        logprobs=np.maximum(logprobs.logprobs[order], MIN_SHIFTED_LOGPROB),
+        remainder_mass=(logprobs.remainder_mass + left_out).astype(np.float32),
+        observed_logprobs=np.maximum(logprobs.observed_logprobs, MIN_SHIFTED_LOGPROB),
+    )
 
 
 class StyledTeacher:
@@ -35,7 +102,12 @@ class StyledTeacher:
 
 
 def _styled(teacher: TeacherDocument, reference: TeacherDocument, frozen: TeacherDocument) -> TeacherDocument:
-    scores = StyleScores(_by_token(reference), frozen.tokens.ids, _by_token(frozen))
+    _check_same_tokens(teacher, reference)
+    return teacher.with_style_scores(StyleScores(_by_token(reference), frozen.tokens.ids, _by_token(frozen)))
+
+
+def _check_same_tokens(teacher: TeacherDocument, reference: TeacherDocument) -> None:
+    """Raise MismatchError if a reference reads or trains other tokens of a document than its teacher."""
     ours, theirs = (one.tokens.ids[one.tokens.train_mask] for one in (teacher, reference))
     if len(teacher.tokens) != len(reference.tokens) or not np.array_equal(ours, theirs):
         raise MismatchError(
@@ -43,7 +115,6 @@ def _styled(teacher: TeacherDocument, reference: TeacherDocument, frozen: Teache
             where=f"{len(ours):,} and {len(theirs):,} trained tokens",
             hint="use a reference with the teacher's chat template and start token, or another reference",
         )
-    return teacher.with_style_scores(scores)
 
 
 def _by_token(scored: TeacherDocument) -> NDArray[np.float32]:
@@ -53,16 +124,16 @@ def _by_token(scored: TeacherDocument) -> NDArray[np.float32]:
     return logprobs
 
 
-def check_references(references: Sequence[OnlineTeacher], teachers: Sequence[OnlineTeacher]) -> None:
+def check_references(references: Sequence[Reference], teachers: Sequence[Reference]) -> None:
     """Refuse references that do not fit the teachers: another number or tokenizer, or the teacher itself."""
     if len(references) != len(teachers):
         raise XtkError(
             f"--reference is given {len(references)} times for {len(teachers)} teachers",
-            hint="give one --reference per --teacher, in the same order",
+            hint="give one --reference per teacher, in the same order",
         )
     for reference, teacher in zip(references, teachers, strict=True):
-        where = f"reference {reference.request.teacher.name}; teacher {teacher.request.teacher.name}"
-        if reference.teacher_tokenizer.fingerprint != teacher.teacher_tokenizer.fingerprint:
+        where = f"reference {_name_of(reference)}; teacher {_name_of(teacher)}"
+        if _tokenizer_of(reference) != _tokenizer_of(teacher):
             raise MismatchError(
                 "a --reference has another tokenizer than its teacher",
                 where=where,
@@ -76,6 +147,18 @@ def check_references(references: Sequence[OnlineTeacher], teachers: Sequence[Onl
             )
 
 
-def _model_of(teacher: OnlineTeacher) -> tuple[object, ...]:
+def _name_of(teacher: Reference) -> str:
+    return str(teacher.folder if isinstance(teacher, TeacherCache) else teacher.request.teacher.name)
+
+
+def _tokenizer_of(teacher: Reference) -> str:
+    if isinstance(teacher, TeacherCache):
+        return str(teacher.header["teacher"]["tokenizer"])
+    return teacher.teacher_tokenizer.fingerprint
+
+
+def _model_of(teacher: Reference) -> tuple[object, ...]:
+    if isinstance(teacher, TeacherCache):
+        return (teacher.header["teacher"].get("weights") or teacher.folder,)
     model, servers = teacher.request.teacher, teacher.request.backend_options.get("servers") or ()
     return model.folder.resolve(), model.adapter, teacher.student_weights, tuple(sorted(servers))

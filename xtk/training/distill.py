@@ -77,9 +77,10 @@ def distill(
         documents, sizes = inputs.training_documents(recipe, limit)
         _check_student_options(recipe, paths.online_teachers, layout, is_peft_model(student.model))
         is_packed = _set_up_forward(student, recipe)
+        frozen = _load_frozen_student(paths.student, recipe, inputs, accelerator, packed=is_packed)
         wrapped, parameters = parallelize(
             student, accelerator, layout, packing=is_packed, offload=recipe.fsdp_offload,
-            weights=resumed.folder or paths.student.folder,
+            weights=resumed.folder or paths.student.folder, frozen_student=frozen,
         )  # fmt: skip
         _check_student_not_replaced(paths, inputs)
         process_group.barrier()
@@ -229,6 +230,10 @@ def _check_student_options(
             f"--teacher self needs an unsharded student, and --parallel is {layout}",
             hint="use --parallel dp=N; or --teacher with the student's folder, for its initial weights",
         )
+    if recipe.teacher_shift and (layout.is_sharded or layout.cp > 1):
+        raise XtkError(
+            f"--teacher-shift needs an unsharded student, and --parallel is {layout}", hint="use --parallel dp=N"
+        )
     if "ema" in self_weights and not recipe.ema_decay:
         raise XtkError("--teacher self:weights=ema needs --ema-decay", hint="add --ema-decay 0.99")
     if "base" in self_weights and not adapted:
@@ -297,6 +302,23 @@ def _load_student(
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return BackboneWithHead(model, accelerator.device)
+
+
+def _load_frozen_student(
+    source: ModelRef, recipe: TrainConfig, inputs: RunInputs, accelerator: Any, *, packed: bool
+) -> BackboneWithHead | None:
+    """Return the student before the run, without gradients; None if no target needs it."""
+    if not recipe.teacher_shift:
+        return None
+    set_seed(recipe.seed)  # as for the student, for the rows of --resize-vocabulary
+    config, precision = recipe.preparation, recipe.mixed_precision
+    model = load_student(
+        source, config, inputs.tokenizer, device=accelerator.device, mixed_precision=precision, quiet=True
+    )
+    frozen = BackboneWithHead(model.eval().requires_grad_(requires_grad=False), accelerator.device)
+    if packed:
+        frozen.enable_packing(config.attn_implementation)
+    return frozen
 
 
 def _adapter_merger(paths: RunPaths, recipe: TrainConfig, inputs: RunInputs) -> Callable[[Path, Path], None]:

@@ -18,6 +18,7 @@ from xtk.errors import XtkError
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.context_parallel_hidden_states import StateExchange
 from xtk.losses.head import fused_loss
+from xtk.losses.teacher_shift import with_frozen_student
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.output_head import OutputHead
 from xtk.models.packed_attention import PackedSequence
@@ -41,11 +42,16 @@ class TokenBatch:
 
 
 class StudentWithLoss(nn.Module):
-    """The student with its losses, so that DDP or FSDP wraps a single forward pass."""
+    """The student with its losses, so that DDP or FSDP wraps a single forward pass.
 
-    def __init__(self, split_model: BackboneWithHead) -> None:
+    Args:
+        frozen_student: the student before the run, for terms with a shifted target.
+    """
+
+    def __init__(self, split_model: BackboneWithHead, frozen_student: BackboneWithHead | None = None) -> None:
         super().__init__()
         self.split_model = split_model
+        self._frozen = (frozen_student,)  # in a tuple: no submodule, so that neither its mode nor its weights change
 
     def forward(
         self,
@@ -62,7 +68,12 @@ class StudentWithLoss(nn.Module):
             loss_positions: [N], indices into the flattened hidden states [B * T, H] at which losses are computed.
             packed_sequence: lengths and context parallel split of packed documents; None: not packed.
         """
-        states, compared, here = self._states(input_ids, loss_positions, packed_sequence)
+        (frozen,) = self._frozen
+        if frozen is not None and any(term.target_logits is not None for term in terms):
+            with torch.no_grad():
+                frozen_states, _, _ = self._states(frozen, input_ids, loss_positions, packed_sequence)
+            terms = with_frozen_student(terms, frozen_states, frozen.head)
+        states, compared, here = self._states(self.split_model, input_ids, loss_positions, packed_sequence)
         head = self.split_model.head
         if hook is not None:
             hook(states, here, head)
@@ -74,17 +85,17 @@ class StudentWithLoss(nn.Module):
         return fused_loss(states, head, terms, has_unit_gradient=True)
 
     def _states(
-        self, input_ids: Tensor, positions: NDArray[np.int64], packed: PackedSequence | None
+        self, model: BackboneWithHead, input_ids: Tensor, positions: NDArray[np.int64], packed: PackedSequence | None
     ) -> tuple[Tensor, list[NDArray[np.int64]], NDArray[np.int64]]:
         """Return hidden states [n, H] of local positions, and the position indices of each process and of this one."""
         if packed is None or packed.num_ranks == 1:
-            flat_states = self.split_model(input_ids, packed).flatten(0, 1)
+            flat_states = model(input_ids, packed).flatten(0, 1)
             everything = np.arange(len(positions))
             chosen = to_device(torch.from_numpy(positions), flat_states.device)
             return flat_states.index_select(0, chosen), [everything], everything
         held = [packed.token_indices(rank) for rank in range(packed.num_ranks)]
         mine = to_device(torch.from_numpy(held[packed.rank]), input_ids.device)
-        flat_states = self.split_model(input_ids.index_select(1, mine), packed).flatten(0, 1)
+        flat_states = model(input_ids.index_select(1, mine), packed).flatten(0, 1)
         compared = [np.flatnonzero(np.isin(positions, some)) for some in held]
         here = np.searchsorted(held[packed.rank], positions[compared[packed.rank]])
         states = flat_states.index_select(0, to_device(torch.from_numpy(here), flat_states.device))
@@ -124,6 +135,7 @@ def parallelize(
     packing: bool,
     offload: bool = False,
     weights: Path | None = None,
+    frozen_student: BackboneWithHead | None = None,
 ) -> tuple[nn.Module, list[nn.Parameter]]:
     """Return the student wrapped for its parallel layout, on its devices, and its trainable parameters.
 
@@ -132,6 +144,7 @@ def parallelize(
         packing: whether documents are packed; required for context parallel.
         offload: keep sharded weights and optimizer state in CPU memory (FSDP offload).
         weights: folder of the weights of a student on the meta device.
+        frozen_student: as in `StudentWithLoss`.
     """
     if parallel.cp > 1 and not (packing and student_model.enable_packing() and student_model.supports_context_parallel):
         raise XtkError(
@@ -147,7 +160,7 @@ def parallelize(
         raise XtkError(
             "--fsdp-offload needs --parallel fsdp=N or tp=N", hint="add --parallel fsdp=N, or remove --fsdp-offload"
         )
-    student = StudentWithLoss(student_model)
+    student = StudentWithLoss(student_model, frozen_student)
     if parallel.is_sharded:
         if getattr(student_model.model, "quantization_method", None) or getattr(
             student_model.model, "is_quantized", False

@@ -194,8 +194,9 @@ class RunPaths:
     columns: Mapping[str, str] = field(default_factory=dict)  # column names of plain data
     eval_caches: tuple[str, ...] = ()  # caches of the same teachers on held-out documents (folders or URLs)
     online_teachers: tuple[OnlineTeacher, ...] = ()  # teachers that score the data during training, instead of caches
-    # Style references, one per teacher, then the student before the run; () without --reference
+    # References of online teachers, one per teacher, then with `policy-gradient:offset` the student before the run
     references: tuple[OnlineTeacher, ...] = ()
+    reference_caches: tuple[str, ...] = ()  # caches of references, one per teacher cache
     max_document_bytes: int = MAX_DOCUMENT_BYTES  # maximum size of a document of plain data
 
 

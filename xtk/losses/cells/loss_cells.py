@@ -60,6 +60,10 @@ class LossCells:
         known_samples: bool [C], whether some of the item's cells have `sampled_probs`; None: none has.
         corrections: float64 [C], added to the value of each item, not to its gradient, so that values from sampled
             tokens estimate the divergence. None: none.
+        target_logits: float32 [cells], of a shifted target, which is their softmax over an item's cells and remainder.
+            None: the target is the teacher. From `xtk.losses.teacher_shift`, like the two fields below.
+        target_remainder_logits: float32 [C], of the remainders.
+        reads_frozen_student: whether a pass adds log-probabilities to the two fields above, in place of comparing them.
         regions: uint8 [C], the region of each item; None: they are not counted.
         region_sums: float64 [regions + 1], accumulated over all items whose gradient was computed: the weighted values
             of each region, the last for items of none.
@@ -85,16 +89,20 @@ class LossCells:
     corrections: Tensor | None = None
     sampled_probs: Tensor | None = None
     known_samples: Tensor | None = None
+    target_logits: Tensor | None = None
+    target_remainder_logits: Tensor | None = None
+    reads_frozen_student: bool = False
     regions: Tensor | None = None
     region_sums: Tensor = field(default_factory=_no_region_sums)
 
     # The fields with a value per item, and those that `to` moves; subclasses add theirs.
     PER_ITEM: ClassVar[tuple[str, ...]] = (
         "first_rows", "row_counts", "remainder_probs", "weights", "counts", "corrections", "known_samples", "regions",
+        "target_remainder_logits",
     )  # fmt: skip
     ON_DEVICE: ClassVar[tuple[str, ...]] = (
         "entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "rows_averaged", "weights", "corrections",
-        "sampled_probs", "regions",
+        "sampled_probs", "regions", "target_logits", "target_remainder_logits",
     )  # fmt: skip
     # Number of rows before the first row of an item that its value needs too.
     ROWS_BEFORE: ClassVar[int] = 0
@@ -205,9 +213,14 @@ class LossCells:
         if self.ignores_remainder:
             return torch.zeros(self.num_items, dtype=torch.bool)
         has_cells = torch.diff(self.cell_offsets) > 0
-        if not self.divergence.is_linear_in_teacher:
+        if self.reads_all_remainders:
             return has_cells
         return has_cells & ((self.remainder_probs > 0) | self.has_known_samples)
+
+    @property
+    def reads_all_remainders(self) -> bool:
+        """Whether remainders are read where the teacher's is empty, too."""
+        return self.target_logits is not None or not self.divergence.is_linear_in_teacher
 
     @property
     def has_known_samples(self) -> Tensor:
@@ -282,6 +295,7 @@ class LossCells:
             entry_cells=self.entry_cells[entries] - cells.start,
             teacher_probs=self.teacher_probs[cells],
             sampled_probs=None if self.sampled_probs is None else self.sampled_probs[cells],
+            target_logits=None if self.target_logits is None else self.target_logits[cells],
             rows=self.rows[entries] - first_row,
             tokens=self.tokens[entries],
             log_weights=self.log_weights[entries],
@@ -344,11 +358,32 @@ class LossCells:
         owners = to_device(has_remainder.nonzero()[:, 0], device)
         remainder_probs = to_device(self.remainder_probs[has_remainder].to(log_probs.dtype), device)
         cell_items = to_device(cell_items, device)
+        if self.reads_frozen_student:
+            return self._add_to_target(owners, log_probs, log_remainders)
+        if self.target_logits is not None:
+            cell_probs, remainder_probs = self._shifted_target(cell_items, owners)
         if sampled_probs is None:
             return self.sum_divergence(cell_items, cell_probs, log_probs, owners, remainder_probs, log_remainders)
         sampled = SampledCells(cell_items, cell_probs, sampled_probs.to(log_probs.dtype), log_probs, self.num_items)
         values = sampled.item_values(self.divergence, owners, remainder_probs, log_remainders)
         return self.factor * (values if self.weights is None else values * self.weights).sum()
+
+    def _add_to_target(self, owners: Tensor, log_probs: Tensor, log_remainders: Tensor) -> Tensor:
+        """Add log-probabilities of all cells, and remainders of items `owners`, to the target's logits; return 0."""
+        assert self.target_logits is not None
+        assert self.target_remainder_logits is not None
+        self.target_logits.add_(log_probs)  # of a chunk: a view of the fields of all items
+        self.target_remainder_logits.index_add_(0, owners, log_remainders.to(self.target_remainder_logits.dtype))
+        return log_probs.new_zeros(())
+
+    def _shifted_target(self, cell_items: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the target's probabilities of all cells, and of the remainders of items `owners`."""
+        assert self.target_logits is not None
+        assert self.target_remainder_logits is not None
+        groups = torch.cat([cell_items, owners])
+        logits = torch.cat([self.target_logits, self.target_remainder_logits[owners]])
+        probs = (logits - group_logsumexp(logits, groups, self.num_items)[groups]).exp()
+        return probs[: len(cell_items)], probs[len(cell_items) :]
 
     def sum_divergence(
         self,

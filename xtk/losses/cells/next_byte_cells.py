@@ -51,7 +51,8 @@ class NextByteCells(LossCells):
 
     PER_ITEM: ClassVar[tuple[str, ...]] = (*LossCells.PER_ITEM, "previous_rows", "is_inside_token")
     ON_DEVICE: ClassVar[tuple[str, ...]] = (
-        "teacher_probs", "weights", "corrections", "sampled_probs", "regions", "firsts", "stops",
+        "teacher_probs", "weights", "corrections", "sampled_probs", "regions", "target_logits",
+        "target_remainder_logits", "firsts", "stops",
     )  # fmt: skip
     ROWS_BEFORE: ClassVar[int] = 1
 
@@ -59,7 +60,7 @@ class NextByteCells(LossCells):
     def has_remainder(self) -> Tensor:
         """Bool [C], whether the student's remainder is read; inside of a token it may always be 0."""
         is_stored = super().has_remainder
-        if self.divergence.is_linear_in_teacher:
+        if not self.reads_all_remainders:
             return is_stored
         ending = self._ending_groups
         return is_stored & ~(self.is_inside_token & (self.run_offsets[ending + 2] == self.run_offsets[ending]))

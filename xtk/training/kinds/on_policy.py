@@ -9,19 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.batches.combine_teachers import TeacherEnsemble, parse_ensemble
+from xtk.batches.combine_teachers import parse_ensemble
 from xtk.data.corpus_reader import Corpus
 from xtk.engines.backend import BackendConfig
 from xtk.errors import XtkError
-from xtk.files.atomic_files import canonical_json, sha256
 from xtk.rewards.reward_spec import WeightedRewards
 from xtk.rollouts.prompts import check_rewards_apply, tokenize_prompts
 from xtk.rollouts.rollout_record import Prompt
 from xtk.runs.folder import run_fingerprint
-from xtk.teachers.source import TeacherSource
-from xtk.teachers.style_references import StyledTeacher, check_references
 from xtk.text.document import Document
 from xtk.text.tokenizer import Tokenizer
+from xtk.training.kinds.references import check_online_references, online_sources, reference_fingerprints
 from xtk.training.kinds.run_inputs import RunInputs
 from xtk.training.kinds.teacher_setup import TeacherSetup, plain_corpus, set_up_teachers
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler
@@ -115,36 +113,14 @@ def open_on_policy_inputs(
     combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(paths.online_teachers))
     corpus = plain_corpus(paths, recipe)
     is_routed = combination.method == "route"
-    check_style_offset(paths, recipe, combination)
+    check_online_references(paths, recipe, combination)
     scoring = (*paths.online_teachers, *paths.references)
     prompts = read_training_prompts(scoring, corpus, config.prompt_format, is_routed=is_routed)
     check_rewards_apply(WeightedRewards(config.rewards), prompts)
     setup = set_up_teachers(paths, recipe, tokenizer, combination)
     source = _on_policy_source(config, prompts, corpus, setup, paths)
-    references = [sha256(canonical_json(reference.manifest)) for reference in paths.references]
-    fields = setup.input_fields(
-        student, prompts=source.fingerprint(), **({"references": references} if references else {})
-    )
+    fields = setup.input_fields(student, prompts=source.fingerprint(), **reference_fingerprints(paths.references))
     return OnPolicyInputs(source=source, **fields, ce_on_data_only=True, config=config)
-
-
-def check_style_offset(paths: RunPaths, recipe: TrainConfig, combination: TeacherEnsemble) -> None:
-    """Refuse `--reference` or `policy-gradient:offset` without the other, and references that do not fit."""
-    offsets = [loss for loss in recipe.losses if dict(loss.options).get("offset") is not None]
-    if bool(offsets) != bool(paths.references):
-        what = "--reference has no effect" if paths.references else f"the loss {offsets[0]} needs --reference"
-        raise XtkError(
-            what if offsets else f"{what} without an offset",
-            hint="give both, for example --reference MODEL --loss policy-gradient:offset=0.5",
-        )
-    if paths.references:
-        *references, _ = paths.references
-        check_references(references, paths.online_teachers)
-    if paths.references and combination.method in ("mixture", "route"):
-        raise XtkError(
-            f"--reference cannot be used with --combine-teachers {combination.method}",
-            hint="use --combine-teachers sum or select, with one --reference per --teacher",
-        )
 
 
 def _on_policy_source(
@@ -177,17 +153,14 @@ def _on_policy_source(
         None if teacher.has_students_tokenizer or teacher.support != "candidates" else teacher.projection
         for teacher in setup.teachers
     ]
-    teachers: list[TeacherSource] = [*setup.combined(paths.online_teachers)]
-    if paths.references:
-        *references, frozen = paths.references
-        teachers = [StyledTeacher(*both, frozen) for both in zip(teachers, references, strict=True)]
     return OnPolicyDocuments(
         prompts,
         data,
         on_policy.num_generations,
         setup.tokenizer,
         [*paths.online_teachers, *paths.references],
-        teachers,
+        online_sources(setup, paths),
         [teacher.name for teacher in setup.teachers] if setup.combination.method == "route" else [],
-        projections,
+        # Those of references are the same as those of their teachers.
+        [*projections, *projections],
     )

@@ -20,6 +20,13 @@ from xtk.runs.model_card import Provenance, public_model_name
 from xtk.runs.resume_point import RUN_FOLDER
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.kinds.on_policy import open_on_policy_inputs
+from xtk.training.kinds.references import (
+    check_online_references,
+    check_reference_use,
+    online_sources,
+    open_reference_caches,
+    reference_fingerprints,
+)
 from xtk.training.kinds.run_inputs import RunInputs
 from xtk.training.kinds.teacher_setup import check_loss_scaling, needs_no_teacher, plain_corpus, set_up_teachers
 from xtk.training.online_teacher_scoring import OnlineDocuments, TeacherBlocks, read_training_documents, teacher_names
@@ -29,10 +36,11 @@ from xtk.training.training_loop import TrainingRun, step_batch_builder
 
 def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> RunInputs:
     """Return the opened inputs of a run, checked against each other and the student."""
+    check_reference_use(paths, recipe)
     scoring = (*paths.online_teachers, *paths.references)
     models = [paths.student.folder, *(teacher.request.teacher.folder for teacher in scoring)]
     models += [paths.student.adapter] if paths.student.adapter else []
-    Output(paths.output, RUN_FOLDER, inputs=(*models, *paths.data, *paths.projections))
+    Output(paths.output, RUN_FOLDER, inputs=(*models, *paths.data, *paths.projections, *paths.reference_caches))
     student = {
         "weights": weights_fingerprint(paths.student.folder),
         "tokenizer": tokenizer.fingerprint,
@@ -86,7 +94,9 @@ def open_cache_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer
     combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(paths.data))
     _check_caches(paths, recipe)
     setup = set_up_teachers(paths, recipe, tokenizer, combination)
-    return RunInputs(setup.cached_documents(setup.teachers), **setup.input_fields(student))
+    references = open_reference_caches(paths, setup)
+    documents = setup.cached_documents(setup.teachers, references)
+    return RunInputs(documents, **setup.input_fields(student, **reference_fingerprints(references)))
 
 
 def _check_caches(paths: RunPaths, recipe: TrainConfig) -> None:
@@ -137,13 +147,15 @@ def open_online_inputs(
     paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, student: dict[str, str]
 ) -> OnlineInputs:
     """Return the inputs of a run whose teachers score the data during training."""
-    teachers = paths.online_teachers
+    teachers, scoring = paths.online_teachers, (*paths.online_teachers, *paths.references)
     combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(teachers))
+    check_online_references(paths, recipe, combination)
     corpus = plain_corpus(paths, recipe)
-    documents, sizes = read_training_documents(teachers, corpus, is_routed=combination.method == "route")
+    documents, sizes = read_training_documents(scoring, corpus, is_routed=combination.method == "route")
     setup = set_up_teachers(paths, recipe, tokenizer, combination)
-    source = OnlineDocuments(documents, teachers, sizes, setup.combined(teachers))
+    source = OnlineDocuments(documents, scoring, sizes, online_sources(setup, paths))
     # A block of steps is scored with the student's weights at its beginning.
     follows_student = any(teacher.student_weights in ("live", "ema") for teacher in teachers)
     block = {"teacher_block_steps": recipe.teacher_block_steps} if recipe.teacher_block_steps else {}
-    return OnlineInputs(source, **setup.input_fields(student, **(block if follows_student else {})))
+    fingerprints = {**(block if follows_student else {}), **reference_fingerprints(paths.references)}
+    return OnlineInputs(source, **setup.input_fields(student, **fingerprints))

@@ -123,8 +123,20 @@ def set_up_teachers(
     losses, auto_loss_note = assign_losses(recipe.losses, teachers, on_policy=recipe.on_policy is not None)
     check_loss_scaling(recipe, losses)
     losses = combined_losses(combination, teachers, losses)
+    if recipe.teacher_shift:
+        _check_shifted(losses)
     note_missing_sample_logprobs(teachers)
     return TeacherSetup(tokenizer, combination, teachers, losses, paths, auto_loss_note)
+
+
+def _check_shifted(losses: Sequence[AssignedLoss]) -> None:
+    """Refuse losses whose target cannot be shifted."""
+    loss = next((loss for loss in losses if loss.teacher is not None and not loss.rule.compares_only_cells), None)
+    if loss is not None:
+        raise XtkError(
+            f"the loss {loss.loss} cannot be used with --teacher-shift, since it is not a divergence over cells",
+            hint="use byte-kl, bpm, p-kl or boundary-kl; with the student's tokenizer forward-kl, reverse-kl, jsd, ...",
+        )
 
 
 def needs_no_teacher(name: str) -> bool:
