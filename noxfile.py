@@ -251,9 +251,10 @@ def real(session: nox.Session) -> None:
     path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(folder)))}
     if "--short" not in session.posargs:
         models = ("smollm2-135m-instruct.gguf", "gemma-3-270m.gguf", "qwen2.5-coder-0.5b-instruct.gguf")
-        downloads = ["examples/real_pairs/pretrained_models.py", str(folder / "models"), *models]
-        session.run(str(python), *downloads, external=True)
-        path["XTK_MODELS"] = str(folder / "models")
+        path |= {"XTK_CACHE": str(folder / "cache"), "XTK_MODELS": str(folder / "cache" / "models")}
+        code = "from xtk.quickstart.pretrained_models import default_folder, download_model\n"
+        code += f"for name in {models}: download_model(name, default_folder())"
+        session.run(str(python), "-c", code, external=True, env=path)
     run(session, "python", "-m", "pytest", "-m", "pretrained", "tests/pretrained", **path)
     with tempfile.TemporaryDirectory() as output:
         if "--short" not in session.posargs:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import gzip
 import hashlib
 import json
 import random
-import sysconfig
-import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from xtk.quickstart.python_docs_corpus import EXCLUDED_FOLDERS, PACKAGES
+from xtk.quickstart.python_docs_corpus import python_functions
 
 MIN_CHARACTERS, MAX_CHARACTERS = 200, 1200
 # Shares of the source files whose functions are the development and the test set.
@@ -38,7 +35,7 @@ def write_texts(folder: Path, corpora: Path, *, train: int, held_out: int) -> No
         held_out: documents of a development or test set.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    functions = python_functions()
+    functions = code_parts()
     articles = wikipedia_articles(corpora, "valid")
     problems = list(human_eval(corpora))
     questions = [gsm8k_problem(row) for row in _json_lines(corpora / "gsm8k_train.jsonl")]
@@ -63,21 +60,17 @@ def write_texts(folder: Path, corpora: Path, *, train: int, held_out: int) -> No
             write_rows(folder / f"{name}.jsonl", rows)
 
 
-def python_functions() -> dict[str, list[str]]:
-    """Return the functions of the standard library of 200 to 1,200 characters, shuffled: train, dev and test.
+def code_parts() -> dict[str, list[str]]:
+    """Return the functions of the standard library, shuffled: train, dev and test.
 
     No source file is in two of them.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [*root.glob("*.py"), *(file for package in PACKAGES for file in (root / package).rglob("*.py"))]
-    texts: dict[str, list[str]] = {"train": [], "dev": [], "test": []}
-    for file in sorted(files):
-        module = file.relative_to(root)
-        if not set(EXCLUDED_FOLDERS) & set(module.parts) and not module.name.startswith("_sysconfigdata"):
-            texts[_part(module.as_posix())] += _functions(file.read_text(encoding="utf-8", errors="replace"))
-    for one in texts.values():
+    parts: dict[str, list[str]] = {"train": [], "dev": [], "test": []}
+    for source, text in python_functions():
+        parts[_part(source)].append(text)
+    for one in parts.values():
         random.Random(0).shuffle(one)
-    return texts
+    return parts
 
 
 def _part(source: str) -> str:
@@ -85,15 +78,6 @@ def _part(source: str) -> str:
     if fraction < TEST_SHARE:
         return "test"
     return "dev" if fraction < TEST_SHARE + DEVELOPMENT_SHARE else "train"
-
-
-def _functions(text: str) -> Iterator[str]:
-    lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) + "\n"
-            if MIN_CHARACTERS <= len(source) <= MAX_CHARACTERS:
-                yield source
 
 
 def wikipedia_articles(corpora: Path, name: str) -> list[str]:

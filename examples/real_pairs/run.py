@@ -2,9 +2,10 @@
 
     XTK_DATA=FOLDER python examples/real_pairs/run.py OUTPUT [--short] [--pairs code text ...] [--seeds 5]
 
-Downloads the models (`pretrained_models.py`), writes texts (`pair_texts.py`), teacher caches and students, and measures
-them. Each step is a command that is printed before it runs, so that it can be copied. Results are stored in
-OUTPUT/results.jsonl; after an interruption the same command continues. `pair_tables.py OUTPUT` prints the tables again.
+Downloads the models (`xtk/quickstart/pretrained_models.py`), writes texts (`pair_texts.py`), teacher caches and
+students, and measures them. Each step is a command that is printed before it runs, so that it can be copied. Results
+are stored in OUTPUT/results.jsonl; after an interruption the same command continues. `pair_tables.py OUTPUT` prints the
+tables again.
 
 By default, each student takes 125 steps of 4 documents. A line takes less than an hour on two cores, TRL's trainers,
 which run the teacher in each step, about an hour. `--short` takes minutes without other work: one pair, the smaller
@@ -32,9 +33,9 @@ from typing import Any
 import pair_texts as texts
 from pair_results import Results, file_name_part
 from pairs import GEMMA, NOT_TRAINED, PAIRS, QWEN, QWEN_SMALL, SHORT_LINES, TEACHER, Line, Pair
-from pretrained_models import download
 
 from xtk.models.resolver import resolve_model_folder
+from xtk.quickstart.pretrained_models import download_model
 
 TRL_SCRIPT = Path(__file__).parents[2] / "tests" / "benchmarks" / "trl_gold_trainer.py"
 TRAINING = ("--warmup-ratio", 0.1, "--weight-decay", 0, "--save-steps", 0, "--lr-scheduler-type", "cosine")
@@ -369,7 +370,7 @@ def main() -> None:
         pair = PAIRS[name]
         pair = dataclasses.replace(pair, teacher=teacher) if pair.teacher == QWEN else pair
         for model in {pair.teacher, pair.student, *([pair.tokenizer] if pair.tokenizer else [])}:
-            download(model, models)
+            download_model(model, models)
         lines = SHORT_LINES if arguments.short else pair.lines
         if arguments.lines:
             lines = [line for line in pair.lines if line.name in arguments.lines]

@@ -48,6 +48,7 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import xtk_processes
+from installed_smollm2 import find_smollm2
 
 from xtk.models.causal_lm import silence_transformers
 from xtk.models.resolver import resolve_model_folder
@@ -57,7 +58,6 @@ from xtk.quickstart.demo_pipeline import (
     STUDENT_TRAINING_OPTIONS,
     TEACHER_SEED,
     TEACHER_TRAINING_OPTIONS,
-    find_pretrained_teacher,
 )
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.quickstart.tiny_models import train_tokenizer, write_llama, write_qwen3
@@ -196,7 +196,7 @@ def write_models(folder: Path, setting: Setting, seeds: int) -> Path:
         if not (folder / f"student-{seed}").is_dir():
             write_llama(folder / f"student-{seed}", tokenizer, seed)
     if setting.teacher_digits is None:
-        teacher = find_pretrained_teacher()
+        teacher = find_smollm2()
         tokenizer = Tokenizer.from_file(str(resolve_model_folder(str(teacher), with_weights=False) / "tokenizer.json"))
     else:
         teacher = folder / "teacher"

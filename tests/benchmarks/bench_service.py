@@ -21,7 +21,6 @@ from measurement import machine
 
 from xtk.cache.reader import TeacherCache
 from xtk.models.resolver import resolve_model_folder
-from xtk.quickstart.demo_pipeline import find_pretrained_teacher
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.quickstart.tiny_models import make_student
 
@@ -57,6 +56,7 @@ def query_with_kills(output: Path, num_rows: int, *arguments: object) -> int:
 def main() -> None:
     """Print the table."""
     sys.path.insert(0, str(ROOT / "tests"))
+    from installed_smollm2 import find_smollm2
     from vllm_on_cpu import Server
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -74,7 +74,7 @@ def main() -> None:
     for name, group in (("train", texts), ("held-out", held_out[:100]), ("prompts", beginnings)):
         lines = (json.dumps({"text": text}) + "\n" for text in group)
         (folder / f"{name}.jsonl").write_text("".join(lines))
-    teacher = resolve_model_folder(str(find_pretrained_teacher()), with_weights=True)
+    teacher = resolve_model_folder(str(find_smollm2()), with_weights=True)
     student = folder / "student"
     if not student.exists():
         make_student(student, train, 0)

