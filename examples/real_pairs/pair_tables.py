@@ -1,4 +1,4 @@
-"""Print the tables of the real pairs, and draw their figure, from OUTPUT/results.jsonl.
+"""Print the tables of the real pairs, and draw their two figures, from OUTPUT/results.jsonl.
 
 python examples/real_pairs/pair_tables.py OUTPUT
 """
@@ -12,9 +12,13 @@ from html import escape
 from pathlib import Path
 
 from pair_results import Results, paired_difference
-from pairs import NOT_TRAINED, PAIRS, TEACHER
+from pairs import NOT_TRAINED, PAIRS, SMALL_FUNCTIONS, TEACHER
+
+from xtk.evaluation.byte_text_categories import TEXT_CATEGORIES
 
 LEFT, PANEL, GAP, TOP, ROW = 290, 150, 16, 46, 22
+# Losses that also compare spans of several tokens, and two that do not: next bytes, spans of one token on each side.
+SPAN_LOSSES, WITHOUT_SPANS = ("bpm", "escd", "simct", "gold", "alm", "p-kl"), ("byte-kl", "strict")
 COLORS = {"better": "#1a7f37", "worse": "#c0392b", "same": "#777"}
 
 
@@ -56,11 +60,11 @@ def pair_table(results: Results, pair: str) -> list[str]:
     measures = [
         *(("test", figure) for figure in ("digits", "white space", "byte-kl", "top1_agreement")),
         *((other, "bits_per_byte") for other in (*PAIRS[pair].other, "teacher's answers")),
-        *(("solved", figure) for figure in ("pass@1", "pass@10")),
+        *((measure, f"pass@{k}") for measure in ("solved", SMALL_FUNCTIONS) for k in (1, 10)),
     ]
     names = lines_of(results, pair)
     shown = [one for one in measures if any(results.values(pair, name, *one) for name in names)]
-    titles = [figure if measure in ("test", "solved") else measure for measure, figure in shown]
+    titles = [_title(*one) for one in shown]
     header = ["line", "bits per byte", "minus the default", *titles, "seeds"]
     rows = [header, ["---"] * len(header)]
     for name in names:
@@ -71,6 +75,12 @@ def pair_table(results: Results, pair: str) -> list[str]:
         rest = [cell(results.values(pair, name, *one)) for one in shown]
         rows.append([f"`{name}`" if name not in own else name, cell(bits), versus, *rest, str(len(bits))])
     return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def _title(measure: str, figure: str) -> str:
+    if measure == SMALL_FUNCTIONS:
+        return f"{measure}: {figure}"
+    return figure if measure in ("test", "solved") else measure
 
 
 def grid_table(results: Results, pair: str) -> list[str]:
@@ -94,36 +104,72 @@ def document_table(results: Results, pair: str) -> list[str]:
             *(f"| `{name}` | {value:+.3f} ± {error:.3f} |" for value, error, name in sorted(rows))]  # fmt: skip
 
 
-def figure(results: Results, pairs: list[str]) -> str:
-    """Return an SVG: of each line and pair the bits per byte minus the default's, with 95 % intervals over seeds."""
-    differences = {}
+Differences = dict[tuple[str, str], tuple[float, float] | None]  # {(panel, row): (mean, half interval)}
+
+
+def line_differences(results: Results, pairs: list[str]) -> Differences:
+    """Return the bits per byte of each line minus those of the pair's default."""
+    differences: Differences = {}
     for pair in pairs:
         reference = results.values(pair, reference_line(results, pair), "test", "bits_per_byte")
         for name in lines_of(results, pair):
             if name not in (TEACHER, NOT_TRAINED) and reference:
                 values = results.values(pair, name, "test", "bits_per_byte")
                 differences[pair, name] = paired_difference(values, reference)
+    return differences
+
+
+def chosen_line(results: Results, pair: str, loss: str) -> str:
+    """Return the measured line of a loss, from a cache, with the lowest bits per byte of the development set; or ""."""
+    names = {
+        name: results.values(pair, name, "dev", "bits_per_byte").get(0, math.inf)
+        for name in lines_of(results, pair)
+        if name.rpartition(" lr=")[0].rpartition("+")[2].partition(":")[0] == loss
+    }
+    return min(names, key=lambda name: names[name], default="")
+
+
+def span_differences(results: Results, pairs: list[str]) -> Differences:
+    """Return the bits per byte of each loss over spans minus those of `byte-kl` and `strict`, by text category."""
+    differences: Differences = {}
+    for pair in pairs:
+        for category in ("bits_per_byte", *TEXT_CATEGORIES):
+            values = {
+                loss: results.values(pair, chosen_line(results, pair, loss), "test", category)
+                for loss in (*SPAN_LOSSES, *WITHOUT_SPANS)
+            }
+            for loss in SPAN_LOSSES:
+                for other in WITHOUT_SPANS:
+                    if (one := paired_difference(values[loss], values[other])) is not None:
+                        panel = "all text" if category == "bits_per_byte" else category
+                        differences[panel, f"{pair}: {loss} minus {other}"] = one
+    return differences
+
+
+def draw(title: str, differences: Differences) -> str:
+    """Return an SVG with a panel for each first part of the keys, and a row for each second part."""
+    panels = list(dict.fromkeys(panel for panel, _ in differences))
     names = list(dict.fromkeys(name for _, name in differences))
     largest = max((abs(one[0]) for one in differences.values() if one), default=0.0) or 0.01
-    width, bottom = LEFT + len(pairs) * (PANEL + GAP), TOP + len(names) * ROW
+    width, bottom = LEFT + max(len(panels), 2) * (PANEL + GAP), TOP + len(names) * ROW
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 28}" font-family="sans-serif" '
         'font-size="11">',
         f'<rect width="{width}" height="{bottom + 28}" fill="white"/>',
-        f'<text x="{LEFT}" y="14" fill="#222">bits per byte minus those of the default; bars: 95 % over seeds</text>',
+        f'<text x="{LEFT}" y="14" fill="#222">{title}; bars: 95 % over seeds</text>',
         *(f'<text x="{LEFT - 10}" y="{TOP + number * ROW + 15}" text-anchor="end" fill="#222">{escape(name)}</text>'
           for number, name in enumerate(names)),
     ]  # fmt: skip
-    for at, pair in enumerate(pairs):
+    for at, panel in enumerate(panels):
         middle = LEFT + at * (PANEL + GAP) + PANEL / 2
         scale = PANEL / 2 / (1.3 * largest)
-        parts += [f'<text x="{middle}" y="{TOP - 12}" text-anchor="middle" fill="#222">{pair}</text>',
+        parts += [f'<text x="{middle}" y="{TOP - 12}" text-anchor="middle" fill="#222">{panel}</text>',
                   f'<path d="M{middle} {TOP}V{bottom}" stroke="#222"/>']  # fmt: skip
         for tick in (-largest, largest):
             parts.append(f'<text x="{middle + tick * scale:.1f}" y="{bottom + 14}" text-anchor="middle" '
                          f'fill="#222">{tick:+.2f}</text>')  # fmt: skip
         for number, name in enumerate(names):
-            if one := differences.get((pair, name)):
+            if one := differences.get((panel, name)):
                 parts += _point(middle, scale, TOP + (number + 0.5) * ROW, one)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -140,7 +186,7 @@ def _point(middle: float, scale: float, y: float, difference: tuple[float, float
 
 
 def print_tables(folder: Path) -> None:
-    """Print the tables of all pairs with their settings, and write the figure."""
+    """Print the tables of all pairs with their settings, and write the figures."""
     results = Results(folder)
     pairs = [pair for pair in PAIRS if lines_of(results, pair)]
     write = sys.stdout.write
@@ -148,8 +194,12 @@ def print_tables(folder: Path) -> None:
     for pair in pairs:
         tables = pair_table(results, pair), grid_table(results, pair), document_table(results, pair)
         write(f"\n**{pair}**\n\n" + "\n\n".join("\n".join(table) for table in tables if table) + "\n")
-    (folder / "differences.svg").write_text(figure(results, pairs), encoding="utf-8")
-    write(f"\nFigure: {folder / 'differences.svg'}. All measurements took {results.seconds / 3600:.1f} hours.\n")
+    lines = draw("bits per byte minus those of the default", line_differences(results, pairs))
+    spans = draw("bits per byte by category; left of the line spans help", span_differences(results, pairs))
+    for name, svg in (("differences", lines), ("spans", spans)):
+        (folder / f"{name}.svg").write_text(svg, encoding="utf-8")
+    write(f"\nFigures: differences.svg and spans.svg in {folder}. ")
+    write(f"All measurements took {results.seconds / 3600:.1f} hours.\n")
 
 
 if __name__ == "__main__":

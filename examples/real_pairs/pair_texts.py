@@ -1,7 +1,8 @@
-"""Texts of the real pairs: Python functions, Wikipedia articles, and problems of HumanEval and GSM8K."""
+"""Texts of the real pairs: Python functions, Wikipedia articles, small tasks, and problems of HumanEval and GSM8K."""
 
 from __future__ import annotations
 
+import ast
 import gzip
 import hashlib
 import json
@@ -52,6 +53,7 @@ def write_texts(folder: Path, corpora: Path, *, train: int, held_out: int) -> No
         "wikitext": _documents(wiki_test[-held_out // 2 :]),
         "gsm8k": _documents([f"{row['question']}\n{row['solution']}" for row in test_questions[-held_out:]]),
         "humaneval-problems": problems,
+        "small-functions-problems": list(small_functions()),
         "maths-prompts": questions,
         "maths-problems": test_questions,
     }
@@ -90,6 +92,26 @@ def human_eval(corpora: Path) -> Iterator[dict[str, Any]]:
     """Yield the problems of HumanEval."""
     with gzip.open(corpora / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
         yield from map(json.loads, file)
+
+
+def small_functions() -> Iterator[dict[str, Any]]:
+    """Yield the tasks of `small_functions.py` in the format of HumanEval.
+
+    Yields:
+        `prompt` (the function to the end of its description), `entry_point`, `canonical_solution` and `test`, the
+            asserts that follow the function.
+    """
+    text = Path(__file__).with_name("small_functions.py").read_text(encoding="utf-8")
+    lines, tasks = text.splitlines(keepends=True), []
+    for node in ast.parse(text).body:
+        source = "".join(lines[node.lineno - 1 : node.end_lineno])
+        if isinstance(node, ast.FunctionDef):
+            body = "".join(lines[node.lineno - 1 : node.body[0].end_lineno])
+            solution = source.removeprefix(body)
+            tasks.append({"prompt": body, "entry_point": node.name, "canonical_solution": solution, "test": ""})
+        elif isinstance(node, ast.Assert):
+            tasks[-1]["test"] += source
+    yield from tasks
 
 
 def gsm8k_problem(row: dict[str, str]) -> dict[str, str]:

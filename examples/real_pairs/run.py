@@ -32,10 +32,10 @@ from typing import Any
 
 import pair_texts as texts
 from pair_results import Results, file_name_part
-from pairs import GEMMA, NOT_TRAINED, PAIRS, QWEN, QWEN_SMALL, SHORT_LINES, TEACHER, Line, Pair
+from pairs import GEMMA, NOT_TRAINED, PAIRS, QWEN, QWEN_SMALL, SHORT_LINES, SMALL_FUNCTIONS, TEACHER, Line, Pair
 
 from xtk.models.resolver import resolve_model_folder
-from xtk.quickstart.pretrained_models import download_model
+from xtk.quickstart.pretrained_models import MODELS, download_model
 
 TRL_SCRIPT = Path(__file__).parents[2] / "tests" / "benchmarks" / "trl_gold_trainer.py"
 TRAINING = ("--warmup-ratio", 0.1, "--weight-decay", 0, "--save-steps", 0, "--lr-scheduler-type", "cosine")
@@ -187,7 +187,7 @@ class Experiment:
         losses = [word for loss in line.losses for word in ("--loss", loss)]
         options = [*TRAINING, "--max-steps", self.size.steps, "--per-device-train-batch-size", self.size.batch,
                    "--learning-rate", f"{candidate.learning_rate:g}", "--seed", seed, "--eval-data", self.texts("dev"),
-                   *line.options]  # fmt: skip
+                   *(self.teacher.with_name(word) if word in MODELS else word for word in line.options)]  # fmt: skip
         if line.source == "prompts":
             prompts = self.data / f"{self.caches.name}-train-prompts.jsonl"
             student = self._run_folder(Candidate(self.pair.default, self.size.learning_rates[0]), seed)
@@ -214,15 +214,16 @@ class Experiment:
     def measure(self, name: str, model: Path, seed: int) -> None:
         """Measure a model on the test set and on texts of other kinds, unless the results have it."""
         answers = ["teacher's answers"] if self.size.teacher_answers and self.pair.data != "maths" else []
-        for measure in ("test", *self.pair.other, *answers, *(["solved"] if self.size.problems else [])):
+        solved = ["solved", *([] if self.pair.data == "maths" else [SMALL_FUNCTIONS])] if self.size.problems else []
+        for measure in ("test", *self.pair.other, *answers, *solved):
             key = (self.name, name, seed, measure)
             if key not in self.results.figures:
                 started = time.monotonic()
                 self.results.add(key, self._figures(measure, model, is_teacher=name == TEACHER), started)
 
     def _figures(self, measure: str, model: Path, *, is_teacher: bool) -> dict[str, Any]:
-        if measure == "solved":
-            return self._solved(model)
+        if measure in ("solved", SMALL_FUNCTIONS):
+            return self._solved(model, "small-functions" if measure == SMALL_FUNCTIONS else "humaneval")
         if measure == "teacher's answers":
             return {"bits_per_byte": _bits(command("evaluate", model, self.answers("test"), "--json"))}
         if measure != "test":
@@ -232,13 +233,13 @@ class Experiment:
         figures = {name: row[name] for name in ("bits_per_byte", "byte-kl", "top1_agreement") if name in row}
         return figures | {kind: values["bits_per_byte"] for kind, values in row["categories"].items()}
 
-    def _solved(self, model: Path) -> dict[str, Any]:
-        """Return the share of solved problems: GSM8K's for maths, HumanEval's otherwise (ten samples each)."""
+    def _solved(self, model: Path, tasks: str) -> dict[str, Any]:
+        """Return the share of solved problems: GSM8K's for maths, otherwise of code tasks (ten samples each)."""
         count = ["--max-prompts", self.size.problems, "--json"]
         if self.pair.data == "maths":
             problems = [self.data / "maths-problems.jsonl", "--apply-chat-template", "--reward", REWARD]
         else:
-            problems = [self.data / "humaneval-problems.jsonl", "--reward", "tests", "--num-generations", 10,
+            problems = [self.data / f"{tasks}-problems.jsonl", "--reward", "tests", "--num-generations", 10,
                         "--temperature", 0.8]  # fmt: skip
         row = json.loads(command("evaluate-answers", model, *problems, *count))
         return {name: row[name] for name in ("pass@1", "pass@10", "truncated_fraction", "mean_length") if name in row}
@@ -369,11 +370,13 @@ def main() -> None:
     for name in names:
         pair = PAIRS[name]
         pair = dataclasses.replace(pair, teacher=teacher) if pair.teacher == QWEN else pair
-        for model in {pair.teacher, pair.student, *([pair.tokenizer] if pair.tokenizer else [])}:
-            download_model(model, models)
         lines = SHORT_LINES if arguments.short else pair.lines
         if arguments.lines:
             lines = [line for line in pair.lines if line.name in arguments.lines]
+        lines = [line for line in lines if pair.teacher not in line.options]  # a teacher is not its own reference
+        options = {word for line in lines for word in line.options}
+        for model in {pair.teacher, pair.student, pair.tokenizer, *options} & MODELS.keys():
+            download_model(model, models)
         Experiment(name, pair, folder, models, size, results).run(lines)
     from pair_tables import print_tables
 

@@ -13,6 +13,8 @@ import pytest
 import small_inputs
 from scipy import stats
 
+from xtk.rewards.reward_spec import parse_reward
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "real_pairs"
 
 
@@ -21,10 +23,12 @@ def modules():
     """The modules of the example, which are in its folder as they are for its users."""
     sys.path.insert(0, str(EXAMPLE))
     import pair_results
+    import pair_tables
+    import pair_texts
     import pairs
     import run
 
-    yield {"pairs": pairs, "results": pair_results, "run": run}
+    yield {"pairs": pairs, "results": pair_results, "run": run, "tables": pair_tables, "texts": pair_texts}
     sys.path.remove(str(EXAMPLE))
 
 
@@ -62,6 +66,52 @@ def test_right_answers_are_conversations(modules):
     kept = [row["messages"] for row in modules["run"].right_answers(rows, rollouts, 5)]
     assert [[message["content"] for message in messages] for messages in kept] == [["2+2?", "4"], ["3+3?", "6"]]
     assert len(list(modules["run"].right_answers(rows, rollouts, 1))) == 1
+
+
+def test_small_functions_pass_their_tests_and_others_do_not(modules):
+    tasks = list(modules["texts"].small_functions())
+    reward = parse_reward("tests").load_reward()
+    assert len(tasks) == len({task["entry_point"] for task in tasks}) == 36
+    for task in tasks:
+        assert task["prompt"].endswith('"""\n')
+        assert reward(task["canonical_solution"], task["prompt"], task) == 1
+        assert reward("    return None\n", task["prompt"], task) == 0
+
+
+def test_a_reference_is_the_file_of_another_model_than_the_teacher(modules, tmp_path):
+    run, pairs = modules["run"], modules["pairs"]
+    (line,) = (line for line in pairs.ON_POLICY if "--reference" in line.options)
+    results = modules["results"].Results(tmp_path)
+    experiment = run.Experiment("maths", pairs.PAIRS["maths"], tmp_path, tmp_path / "models", run.Size(), results)
+    words = experiment._distill_arguments(run.Candidate(line, 1e-4), 0)
+    assert words[words.index("--reference") + 1] == tmp_path / "models" / pairs.QWEN_SMALL
+    assert words[words.index("--teacher") + 1] == tmp_path / "models" / pairs.QWEN
+
+
+def test_figure_of_spans_compares_chosen_lines_by_category(modules, tmp_path):
+    """Partial results: bpm has two weights, strict no seed 1, escd no other loss's seeds."""
+    results, tables = modules["results"].Results(tmp_path), modules["tables"]
+
+    def add(line: str, seed: int, dev: float, **figures: float) -> None:
+        for measure, values in (("dev", {"bits_per_byte": dev}), ("test", figures)):
+            results.add(("code", f"{line} lr=0.0001", seed, measure), values, 0.0)
+
+    for seed in (0, 1):
+        add("ce:weight=0.3+byte-kl", seed, 1.0, bits_per_byte=1.0 + seed, digits=3.0)
+        add("ce:weight=1+bpm", seed, 0.9, bits_per_byte=0.9 + seed, digits=3.5)
+        add("ce:weight=3+bpm", seed, 0.95, bits_per_byte=0.5, digits=0.5)
+    add("ce:weight=1+strict:divergence=forward-kl", 0, 1.0, bits_per_byte=1.2)
+    add("ce:weight=1+escd", 2, 1.0, bits_per_byte=1.2)
+    add("bpm (prompts)", 0, 0.1, bits_per_byte=0.1)
+    assert tables.chosen_line(results, "code", "bpm") == "ce:weight=1+bpm lr=0.0001"
+    assert tables.chosen_line(results, "code", "alm") == ""
+    differences = tables.span_differences(results, ["code"])
+    assert differences == {
+        ("all text", "code: bpm minus byte-kl"): (pytest.approx(-0.1), pytest.approx(0)),
+        ("all text", "code: bpm minus strict"): (pytest.approx(-0.3), math.inf),
+        ("digits", "code: bpm minus byte-kl"): (0.5, 0.0),
+    }
+    assert tables.draw("title", differences).count("<circle") == 3
 
 
 def write_corpora(folder: Path) -> Path:
@@ -103,6 +153,7 @@ def test_a_pair_is_trained_measured_and_continued(modules, run, pair, tmp_path, 
     assert (output / "differences.svg").read_text().count("<circle") == 2  # ce, and the default at 0
     rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
     assert {row["measure"] for row in rows} == {"dev", "test", "humaneval", "wikitext", "documents"}
+    assert (output / "spans.svg").is_file()
     # A second run prints no command that trains or measures again; another size is refused.
     modules["run"].main()
     again = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("$ xtk")]
