@@ -166,7 +166,7 @@ def sorted_l1(teacher_probs: Sequence[float], student_probs: Sequence[Tensor]) -
 
 
 def _entry_sum(cells: LossCells, cell: int, probs_NV: Tensor) -> Tensor:
-    entries, _ = cells.cell_entries(torch.float64)
+    entries = cells.softmax_reads(torch.float64).cells
     return sum(
         (
             probs_NV[entries.rows[e], entries.tokens[e]]

@@ -76,6 +76,24 @@ def test_products_of_bf16_matrices_are_not_rounded_on_a_gpu(name, monkeypatch):
     assert not cuda.operations["aten.mm.default"]
 
 
+@pytest.mark.parametrize(("names", "most"), [(("ce",), 49), (("ce", "byte-kl"), 131), (("gold",), 236)])
+def test_a_chunk_has_few_operations(names, most):
+    case, counts = random_case(3, K=6), []
+    num_rows = len(case.states)
+    for size in (num_rows, -(-num_rows // 2)):
+        with SimulatedCuda() as cuda:
+            terms = [cells_of(name, case).to(CUDA, 1.0) for name in names]
+            states, weight = (
+                to_device(one.float(), CUDA).detach().requires_grad_() for one in (case.states, case.weight)
+            )
+            overlap = max(term.ROWS_BEFORE for term in terms)
+            cuda.operations.clear()
+            fused_loss(states, OutputHead(weight), terms, size + overlap, has_unit_gradient=True)[0].backward()
+        counts.append(cuda.operations.total())
+    one_chunk, two_chunks = counts
+    assert two_chunks - one_chunk <= most
+
+
 def test_log_probabilities_under_autocast_have_the_products_of_training_on_a_gpu(monkeypatch):
     case = random_case(3, K=6)
     states, weight = (tensor.bfloat16().float() for tensor in (case.states, case.weight))

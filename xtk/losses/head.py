@@ -196,6 +196,8 @@ def _loss_of_chunk(
 ) -> Tensor:
     """Return each term's sum [terms] over the items of a chunk with first row `base`, and add their gradients."""
     shard, dtype = gradients.shard, accumulation_dtype(gradients.compute)
+    if logits_of.matrices:
+        inputs = [some.to(gradients.compute) for some in inputs]
     parts = [cells.softmax_reads(dtype) for cells in cells_of_terms]
 
     def compute_window(window: LogitsWindow) -> WindowStatistics:
@@ -247,7 +249,10 @@ class _GradientAccumulator:
     def add(
         self, rows: slice, d_logits: Tensor, inputs: Sequence[Tensor], among: slice, logits_of: ChunkedLogits
     ) -> None:
-        """Add the gradients that follow from the gradient [n, V] of logits, of rows `among` inputs; overwrites it."""
+        """Add the gradients that follow from the gradient [n, V] of logits, of rows `among` inputs; overwrites it.
+
+        The inputs are in the dtype of the products.
+        """
         if logits_of.softcap_gradient is not None:
             d_logits.mul_(logits_of.softcap_gradient)
         if not self._matrices:
@@ -263,7 +268,7 @@ class _GradientAccumulator:
             if d_input is not None:
                 add_product_(d_input[rows], small, matrix, self._scale)
             if d_matrix is not None:
-                add_product_(d_matrix, small.T, some[among].to(self.compute), self._scale)
+                add_product_(d_matrix, small.T, some[among], self._scale)
         if self._bias is not None:
             self._bias.add_(d_logits.sum(0), alpha=self._scale)
 
@@ -281,7 +286,8 @@ def _loss_and_gradients(
     cells_of_terms: list[LossCells], parts: list[SoftmaxReads], statistics: ChunkStatistics, with_gradient: bool
 ) -> tuple[Tensor, ChunkGradients | None]:
     """Return each term's sum [terms], and the gradients of the scaled total; None without gradients."""
-    log_totals, log_normalizer = statistics.row_logsumexp, statistics.exp_sums.log()
+    log_normalizer = statistics.exp_sums.log()
+    log_totals = log_normalizer + statistics.row_max
     sums = _GroupLogSumExp(parts, statistics, log_totals, log_normalizer)
     by_rank = iter(zip(statistics.largest, statistics.included_sums, strict=True))
     values, gradients, of_sums = [], ChunkGradients([], [], [], []), list[Tensor]()
@@ -304,13 +310,15 @@ def _loss_and_gradients(
             cells = dataclasses.replace(cells, weights=weights)
         with torch.enable_grad():
             value = cells.value(*[leaf.requires_grad_(with_gradient) for leaf in leaves])
-            scaled = value * cells.scale
         values.append(value.detach().to(log_totals.dtype))
         if not with_gradient:
             continue
-        of_leaves = torch.autograd.grad(scaled, leaves if weights is None else [*leaves, weights])
+        used = leaves if weights is None else [*leaves, weights]
+        found = torch.autograd.grad(value, used, torch.full_like(value, cells.scale), allow_unused=True)
+        of_leaves = [leaf.detach() if one is None else one for leaf, one in zip(leaves, found, strict=False)]
+        assert all(one is not None or not len(leaf) for leaf, one in zip(used, found, strict=True))
         if weights is not None:
-            of_leaves, of_weights = of_leaves[:-1], of_leaves[-1]
+            of_weights = found[-1]
             cells.add_to_region_sums(of_weights * weights.detach() / (cells.scale or 1.0))
         of_sums += of_leaves[: len(log_sums)]
         if part.largest is not None:

@@ -22,6 +22,20 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+def to_device_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return host tensors on a device; on a GPU they are copied as one tensor, since each copy is a launch."""
+    if device.type != "cuda":
+        return [one.to(device) for one in tensors]
+    # The largest elements first, so that each tensor begins at a multiple of its element size.
+    order = sorted(range(len(tensors)), key=lambda number: -tensors[number].element_size())
+    parts = [tensors[number].reshape(-1).view(torch.uint8) for number in order]
+    pieces = torch.split(to_device(torch.cat(parts), device), [len(part) for part in parts])
+    there = list(tensors)
+    for number, piece in zip(order, pieces, strict=True):
+        there[number] = piece.view(tensors[number].dtype).view(tensors[number].shape)
+    return there
+
+
 def vocabulary_tensor(array: VocabularyArray, device: torch.device) -> Tensor:
     """Return an array of the vocabularies on a device; it is copied there at the first call and kept."""
     if device not in array.copies:

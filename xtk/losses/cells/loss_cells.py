@@ -23,7 +23,7 @@ from xtk.cache.teacher_logprobs import MIN_REMAINDER
 from xtk.losses.cells.sampled_cells import SampledCells
 from xtk.losses.divergences import FORWARD_KL, Divergence
 from xtk.losses.kernels.chunked_softmax import EntryGroups, SoftmaxReads
-from xtk.parallel.host_to_device import to_device
+from xtk.parallel.host_to_device import to_device, to_device_together
 from xtk.text.chat.conversation_tokens import REGIONS
 
 
@@ -44,7 +44,7 @@ class LossCells:
         teacher_probs: [cells], sum to at most 1 per item.
         rows: int32 [entries], row of the student's logits.
         tokens: int32 [entries], student token.
-        log_weights: float32 [entries], log of the factor of the entry's probability.
+        log_weights: float32 [entries], log of the factor of the entry's probability; None: 0.
         rows_averaged: float32 [entries], number of rows over which the item of an entry is averaged.
         first_rows: int64 [C], the first row of each item, sorted.
         row_counts: int64 [C], number of rows with entries that are read for an item, from its first row on.
@@ -75,7 +75,7 @@ class LossCells:
     teacher_probs: Tensor
     rows: Tensor
     tokens: Tensor
-    log_weights: Tensor
+    log_weights: Tensor | None
     rows_averaged: Tensor
     first_rows: Tensor
     row_counts: Tensor
@@ -155,7 +155,7 @@ class LossCells:
             "teacher_probs": teacher_probs,
             "rows": rows,
             "tokens": tokens,
-            "log_weights": np.zeros(len(rows), np.float32) if log_weights is None else log_weights,
+            "log_weights": log_weights,
             "rows_averaged": averaged,
             "first_rows": first_rows,
             "remainder_probs": remainder_probs,
@@ -298,28 +298,40 @@ class LossCells:
             target_logits=None if self.target_logits is None else self.target_logits[cells],
             rows=self.rows[entries] - first_row,
             tokens=self.tokens[entries],
-            log_weights=self.log_weights[entries],
+            log_weights=None if self.log_weights is None else self.log_weights[entries],
             rows_averaged=self.rows_averaged[entries],
         )
 
     def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
         """Return what the value needs of the softmax of the rows, for all items; `dtype` is that of the logits."""
-        device, (cells, weights) = self.teacher_probs.device, self.cell_entries(dtype)
         items, groups, within = self.remainder_rows()
+        of_remainders = [self.first_rows[items] + within, groups, -self.row_counts[items].to(dtype).log()]
+        rows, groups, log_weights, *runs = to_device_together(
+            [*of_remainders, *self.entry_runs()], self.teacher_probs.device
+        )
+        cells, weights, alternatives = self.entries(dtype, *runs)
         return SoftmaxReads(
             cells=cells,
             weights=weights,
-            remainder_rows=to_device(self.first_rows[items] + within, device),
-            remainder_groups=to_device(groups, device),
+            remainder_rows=rows,
+            remainder_groups=groups,
             num_remainders=int(self.has_remainder.sum()),
-            remainder_log_weights=to_device(-self.row_counts[items].to(dtype).log(), device),
+            remainder_log_weights=log_weights,
+            alternatives=alternatives,
         )
 
-    def cell_entries(self, dtype: torch.dtype) -> tuple[EntryGroups, Tensor]:
-        """Return the entries of all cells, and their weights within their own row."""
-        log_weights = self.log_weights.to(dtype)
+    def entry_runs(self) -> list[Tensor]:
+        """Return the tensors on the CPU that `entries` gets on the device; none here."""
+        return []
+
+    def entries(self, dtype: torch.dtype, *runs: Tensor) -> tuple[EntryGroups, Tensor | None, EntryGroups | None]:
+        """Return the entries of all cells, their weights as in `SoftmaxReads`, and alternatives, if there are some."""
+        log_weights, weights = None if self.log_weights is None else self.log_weights.to(dtype), None
+        if bool(self.has_remainder.any()):
+            averaged = self.rows_averaged.to(dtype)
+            weights = averaged if log_weights is None else log_weights.exp().mul_(averaged)
         cells = EntryGroups(self.rows.long(), self.tokens, self.entry_cells, len(self.teacher_probs), log_weights)
-        return cells, log_weights.exp().mul_(self.rows_averaged)
+        return cells, weights, None
 
     def remainder_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rows that remainders are read from: item of each, number of its remainder, index in its rows."""
@@ -349,15 +361,16 @@ class LossCells:
         Returns:
             A scalar, not negative except for rounding if remainders are not ignored.
         """
-        device, has_remainder = log_probs.device, self.has_remainder
         cell_items, cell_probs, sampled_probs = self.cell_items, self.teacher_probs, self.sampled_probs
-        if cells is not None:
-            on_device = to_device(cells, device)
-            cell_items, cell_probs = cell_items[cells], cell_probs[on_device]
+        owners, remainder_probs = self.remainders_of_items(log_probs.dtype)
+        chosen = [] if cells is None else [cells]
+        cell_items = cell_items if cells is None else cell_items[cells]
+        cell_items, owners, remainder_probs, *chosen = to_device_together(
+            [cell_items, owners, remainder_probs, *chosen], log_probs.device
+        )
+        for on_device in chosen:
+            cell_probs = cell_probs[on_device]
             sampled_probs = None if sampled_probs is None else sampled_probs[on_device]
-        owners = to_device(has_remainder.nonzero()[:, 0], device)
-        remainder_probs = to_device(self.remainder_probs[has_remainder].to(log_probs.dtype), device)
-        cell_items = to_device(cell_items, device)
         if self.reads_frozen_student:
             return self._add_to_target(owners, log_probs, log_remainders)
         if self.target_logits is not None:
@@ -385,6 +398,11 @@ class LossCells:
         probs = (logits - group_logsumexp(logits, groups, self.num_items)[groups]).exp()
         return probs[: len(cell_items)], probs[len(cell_items) :]
 
+    def remainders_of_items(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return, on the CPU, the item of each remainder that is read, and the teacher's probabilities of these."""
+        has_remainder = self.has_remainder
+        return has_remainder.nonzero()[:, 0], self.remainder_probs[has_remainder].to(dtype).clamp_min_(0)
+
     def sum_divergence(
         self,
         cell_items: Tensor,
@@ -401,9 +419,16 @@ class LossCells:
             cell_probs: [n], the teacher's probabilities; `remainder_probs`: [r].
             log_probs: [n], the student's log-probabilities; `log_remainders`: [r].
         """
-        groups = torch.cat([cell_items, remainder_items])
-        log_probs = torch.cat([log_probs, log_remainders])
-        probs = torch.cat([cell_probs.to(log_probs.dtype), remainder_probs.to(log_probs.dtype)])
+        groups, cell_probs = cell_items, cell_probs.to(log_probs.dtype)
+        if not len(remainder_items):
+            return self.sum_joined_divergence(groups, cell_probs, log_probs, len(cell_probs))
+        if self.divergence.temperature != 1 or self.weights is not None:  # else they are not needed
+            groups = torch.cat([cell_items, remainder_items])
+        probs = torch.cat([cell_probs, remainder_probs.to(log_probs.dtype)])
+        return self.sum_joined_divergence(groups, probs, torch.cat([log_probs, log_remainders]), len(cell_probs))
+
+    def sum_joined_divergence(self, groups: Tensor, probs: Tensor, log_probs: Tensor, num_cells: int) -> Tensor:
+        """Return what `sum_divergence` returns, for [n + r] cells, followed by remainders; `groups` are their items."""
         items, power = self.num_items, 1 / self.divergence.temperature
         if power != 1:
             log_probs = power * log_probs
@@ -411,11 +436,14 @@ class LossCells:
             highest = probs.new_zeros(items).scatter_reduce_(0, groups, probs, "amax")
             probs = (probs / highest[groups]).pow(power)  # powers of small probabilities alone may all be 0
             probs = probs / probs.new_zeros(items).scatter_add(0, groups, probs)[groups]
-        probs[len(cell_probs) :].clamp_min_(self.divergence.min_remainder)
+        if self.divergence.min_remainder and num_cells < len(probs):
+            probs[num_cells:].clamp_min_(self.divergence.min_remainder)
         values = self.divergence.cell_values(probs, log_probs)
         if self.weights is not None:
             values = values * self.weights[groups]
-        return self.factor * (values.sum() / power**2)
+        # Each operation is a launch on a GPU, also one that changes nothing.
+        value = values.sum() if power == 1 else values.sum() / power**2
+        return value if self.factor == 1 else self.factor * value
 
 
 def group_logsumexp(values: Tensor, groups: Tensor, count: int) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from xtk.losses.cells.loss_cells import LossCells, group_logsumexp
-from xtk.losses.kernels.chunked_softmax import EntryGroups, SoftmaxReads
-from xtk.parallel.host_to_device import to_device, vocabulary_tensor
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.kernels.chunked_softmax import EntryGroups, scatter_add_
+from xtk.parallel.host_to_device import to_device_together, vocabulary_tensor
 from xtk.projection.vocabulary_array import VocabularyArray
 
 
@@ -86,31 +86,32 @@ class NextByteCells(LossCells):
             alternative_offsets=self.alternative_offsets[runs.start : runs.stop + 1],
         )
 
-    def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
-        """Return the cells and remainders in the next-token rows, and the alternatives in the previous rows."""
-        device, items = self.teacher_probs.device, self._group_items
-        firsts, sizes = self.firsts.long(), (self.stops - self.firsts).long()
-        count = int(self.alternative_offsets[-1] - self.alternative_offsets[0])
-        run_groups = to_device(torch.arange(len(items)).repeat_interleave(torch.diff(self.run_offsets)), device)
-        groups = run_groups.repeat_interleave(sizes, output_size=count)
-        alternatives = EntryGroups(
-            rows=to_device(self.previous_rows.long()[items], device)[groups],
-            tokens=vocabulary_tensor(self.sorted_token_ids, device)[concatenated_ranges(firsts, sizes, count)],
-            groups=groups,
-            num_groups=len(items),
-        )
-        return replace(super().softmax_reads(dtype), alternatives=alternatives)
-
-    def cell_entries(self, dtype: torch.dtype) -> tuple[EntryGroups, Tensor]:
-        """Return the entries of all cells, and their weights, 1."""
-        device, count = self.teacher_probs.device, int(self.entry_offsets[-1] - self.entry_offsets[0])
+    def entry_runs(self) -> list[Tensor]:
+        """Return [3, cells], each cell's size, shift and row; the group of each run; and the row of each group."""
         shifts = self.first_members - self.entry_offsets[:-1]
         per_cell = torch.stack([torch.diff(self.entry_offsets), shifts, self.first_rows[self.cell_items]])
-        sizes, *others = to_device(per_cell, device)
-        cells = torch.repeat_interleave(sizes, output_size=count)
-        shifts, rows = (one[cells] for one in others)
+        items = self._group_items
+        run_groups = torch.arange(len(items)).repeat_interleave(torch.diff(self.run_offsets))
+        return [per_cell, run_groups, self.previous_rows.long()[items]]
+
+    def entries(self, dtype: torch.dtype, *runs: Tensor) -> tuple[EntryGroups, Tensor | None, EntryGroups | None]:
+        """Return the cells in the next-token rows, all of weight 1, and the alternatives in the previous rows."""
+        (per_cell, run_groups, group_rows), device = runs, self.teacher_probs.device
+        count = int(self.entry_offsets[-1] - self.entry_offsets[0])
+        cells = torch.repeat_interleave(per_cell[0], output_size=count)
+        shifts, rows = per_cell[1:, cells]
         tokens = vocabulary_tensor(self.cell_tokens, device)[shifts.add_(torch.arange(count, device=device))]
-        return EntryGroups(rows, tokens, cells, len(sizes)), torch.ones(count, dtype=dtype, device=device)
+        sizes = self.stops - self.firsts
+        count = int(self.alternative_offsets[-1] - self.alternative_offsets[0])
+        of_alternatives = torch.repeat_interleave(sizes, output_size=count)
+        groups, shifts = run_groups[of_alternatives], (self.stops - sizes.cumsum(0))[of_alternatives]
+        alternatives = EntryGroups(
+            rows=group_rows[groups],
+            tokens=vocabulary_tensor(self.sorted_token_ids, device)[shifts.add_(torch.arange(count, device=device))],
+            groups=groups,
+            num_groups=len(group_rows),
+        )
+        return EntryGroups(rows, tokens, cells, per_cell.shape[1]), None, alternatives
 
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
         """Return the weighted sum of the divergence between cells, conditioned on the bytes of the alternatives.
@@ -120,25 +121,29 @@ class NextByteCells(LossCells):
             remainders: [remainders], log-probabilities of the remainders in these rows.
             others: [groups], log-probabilities of the alternatives.
         """
-        (groups,), device = others, cells.device
-        ending, is_cell = self._ending_groups, torch.ones(len(self._group_items), dtype=torch.bool)
+        (groups,), ending, num_cells = others, self._ending_groups, len(cells)
+        owners, remainder_probs = self.remainders_of_items(cells.dtype)
+        is_cell = torch.ones(len(groups), dtype=torch.bool)
         is_cell[ending] = is_cell[ending + 1] = False
-        without = torch.zeros_like(is_cell)
-        without[ending[self.previous_rows < 0]] = True
-        owners = self.has_remainder.nonzero()[:, 0]
-        inside = to_device(self.is_inside_token[owners], device)
-        ending, owners = to_device(ending, device), to_device(owners, device)
-        # The ending group of items without alternatives has probability 1.
-        groups, items = groups.masked_fill(to_device(without, device), 0.0), to_device(self._group_items, device)
-        cell_groups = to_device(is_cell.nonzero()[:, 0], device)
-        total = group_logsumexp(groups, items, len(ending))
-        ended, of_cells = groups[ending], items[cell_groups]
-        cells = torch.logaddexp(ended[of_cells] + cells, groups[cell_groups]) - total[of_cells]
-        # Inside of a token, the continuation of the ending group is unknown: all its mass is in the remainder.
-        remainders = remainders.masked_fill(inside, 0.0)
-        no_cell = groups[ending[owners] + 1]
-        remainders = torch.logaddexp(ended[owners] + remainders, no_cell) - total[owners]
-        return self.divergence_sum(cells, remainders)
+        items = torch.cat([self.cell_items, owners])
+        further = torch.cat([is_cell.nonzero()[:, 0], ending[owners] + 1])
+        remainder_probs, *indices = to_device_together(
+            [
+                remainder_probs,
+                items,
+                torch.stack([ending[items], further]),
+                self._group_items,
+                ending[self.previous_rows < 0],
+                num_cells + self.is_inside_token[owners].nonzero()[:, 0],
+            ],
+            cells.device,
+        )
+        of_cells = _OfCells(*indices)
+        log_probs: Tensor = _ConditionedLogProbs.apply(cells, remainders, groups, of_cells, self.num_items)  # type: ignore[no-untyped-call]
+        if self.sampled_probs is not None:
+            return self.divergence_sum(log_probs[:num_cells], log_probs[num_cells:])
+        probs = torch.cat([self.teacher_probs.to(cells.dtype), remainder_probs])
+        return self.sum_joined_divergence(of_cells.items, probs, log_probs, num_cells)
 
     @property
     def _group_items(self) -> Tensor:
@@ -149,6 +154,64 @@ class NextByteCells(LossCells):
     def _ending_groups(self) -> Tensor:
         """int64 [C], the group of the tokens that end at the item, which is followed by its other groups."""
         return self.cell_offsets[:-1] + 2 * torch.arange(self.num_items)
+
+
+class _OfCells(NamedTuple):
+    """Indices for [n] cells followed by remainders, and for groups of alternatives; on one device.
+
+    Attributes:
+        items: int64 [n], the item of each.
+        groups: int64 [2, n], the group that ends at the item, and the one of tokens that continue into the cell.
+        group_items: int64 [groups], the item of each group.
+        certain_groups: int64 [a], ending groups of items without alternatives, which have no entries: probability 1.
+        certain_cells: int64 [b], remainders inside of a token, which have no entries: the continuation of the ending
+            group is unknown, and all its mass is in the remainder.
+    """
+
+    items: Tensor
+    groups: Tensor
+    group_items: Tensor
+    certain_groups: Tensor
+    certain_cells: Tensor
+
+
+class _ConditionedLogProbs(torch.autograd.Function):
+    """Autograd function of `ln((E D + F) / (E + M))` of `ByteKL`; autograd's own graph has twice the operations."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cells: Tensor, remainders: Tensor, groups: Tensor, of_cells: _OfCells, num_items: int
+    ) -> Tensor:
+        """Return [cells + remainders], given their log-probabilities in their rows, and those of all groups."""
+        log_probs = torch.cat([cells, remainders])
+        if len(of_cells.certain_cells):
+            log_probs.index_fill_(0, of_cells.certain_cells, 0.0)
+        if len(of_cells.certain_groups):
+            groups = groups.index_fill(0, of_cells.certain_groups, 0.0)
+        items = of_cells.group_items
+        highest = groups.new_full((num_items,), -torch.inf).scatter_reduce_(0, items, groups, "amax")
+        of_groups = (groups - highest[items]).exp_()
+        sums = groups.new_zeros(num_items).scatter_add_(0, items, of_groups)
+        both = groups[of_cells.groups]
+        both[0].add_(log_probs)
+        joined = torch.logaddexp(both[0], both[1])
+        shares = both.sub_(joined).exp_()
+        ctx.of_cells, ctx.num_cells = of_cells, len(cells)
+        ctx.save_for_backward(shares, of_groups, sums)
+        return joined.sub_((sums.log() + highest)[of_cells.items])
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the three log-probabilities; those of certain ones are not used."""
+        (of_log_probs,), of_cells = outputs, ctx.of_cells
+        shares, exponentials, sums = ctx.saved_tensors
+        by_share = shares * of_log_probs
+        by_item = torch.zeros_like(sums)
+        scatter_add_(by_item, of_cells.items, of_log_probs)
+        of_groups = torch.zeros_like(exponentials)
+        scatter_add_(of_groups, of_cells.groups.view(-1), by_share.view(-1))
+        of_groups.addcmul_(exponentials, by_item.div_(sums)[of_cells.group_items], value=-1)
+        return by_share[0, : ctx.num_cells], by_share[0, ctx.num_cells :], of_groups, None, None
 
 
 def concatenated_ranges(firsts: Tensor, sizes: Tensor, count: int) -> Tensor:

@@ -127,7 +127,7 @@ class SharedVocabularyCells(LossCells):
         owners = torch.arange(self.num_items, device=items.device)
         totals = group_logsumexp(torch.cat([log_probs, log_rest]), torch.cat([items, owners]), self.num_items)
         log_probs, log_rest = log_probs - totals[items], log_rest - totals
-        rest = to_device(self.remainder_probs.to(log_probs.dtype), items.device)
+        rest = to_device(self.remainder_probs.clamp_min(0).to(log_probs.dtype), items.device)
         probs = probs.to(log_probs.dtype)
         if self.top_k and not isinstance(self.divergence, ForwardKLDivergence):
             kept, left = self._largest_cells(log_probs.detach(), items)

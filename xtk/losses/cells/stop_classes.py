@@ -85,7 +85,7 @@ class StopClasses(NamedTuple):
             entry_cells=cells.entry_cells[source],
             rows=cells.rows[source],
             tokens=tokens,
-            log_weights=cells.log_weights[source],
+            log_weights=None if cells.log_weights is None else cells.log_weights[source],
             rows_averaged=cells.rows_averaged[source],
         )
 

@@ -66,7 +66,8 @@ class SoftmaxReads:
     Attributes:
         cells: the entries of the cells.
         weights: [entries of cells], their weights within their own row, without the averaging over an item's rows. A
-            remainder is the mass of a row outside of the entries, taken with these weights.
+            remainder is the mass of a row outside of the entries, taken with these weights. None: all are 1, and no
+            (row, token) is listed twice; or there are no remainders.
         remainder_rows: [n], the rows of the remainders.
         remainder_groups: [n], sorted, the remainder that each is part of.
         num_remainders: number of remainders.
@@ -76,7 +77,7 @@ class SoftmaxReads:
     """
 
     cells: EntryGroups
-    weights: Tensor
+    weights: Tensor | None
     remainder_rows: Tensor
     remainder_groups: Tensor
     num_remainders: int
@@ -110,7 +111,7 @@ class LogitsWindow:
     def entry_indices(self, rows: Tensor, tokens: Tensor) -> WindowIndices:
         """Return the flat index of each entry (row, token)."""
         if self.is_whole_chunk:
-            return WindowIndices(rows * self.num_tokens + tokens, None)
+            return WindowIndices(torch.add(tokens, rows, alpha=self.num_tokens), None)
         columns = tokens - self.first_token
         inside = (rows >= self.first_row) & (rows < self.stop_row) & (columns >= 0) & (columns < self.num_tokens)
         local = (rows - self.first_row) * self.num_tokens + columns
@@ -144,7 +145,8 @@ class WindowIndices:
 
     def select_indices(self, indices: Tensor, first: int) -> Tensor:
         """Return indices relative to `first`, with 0 outside of the window."""
-        return indices - first if self.inside is None else (indices - first).masked_fill(~self.inside, 0)
+        indices = indices - first if first else indices
+        return indices if self.inside is None else indices.masked_fill(~self.inside, 0)
 
     def scatter_into(self, values: Tensor, total: Tensor) -> None:
         """Write the values of the elements in this window into those of all."""
@@ -172,11 +174,6 @@ class ChunkStatistics:
     alternative_logits: list[Tensor]
     largest: list[LargestLogits]
     included_sums: list[Tensor]
-
-    @property
-    def row_logsumexp(self) -> Tensor:
-        """Log-sum-exp of each row, [n]."""
-        return self.exp_sums.log() + self.row_max
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,7 @@ def read_window(
             left.append(normalizer[:0])
             continue
         whole = flat.take(places.local)
-        shares = remove_entries_(flat, places.local, whole, places.select(part.weights))
+        shares = _remove_entries_of_(flat, places, whole, part.weights)
         left.append(exponentials.sum(1)[remainder.local])
         if part is not reads[removed]:
             restore_entries_(flat, places.local, whole)
@@ -251,7 +248,8 @@ def combine_windows(
     if shard is None and len(windows) == 1:
         statistics = windows[0].statistics
         for remainder in statistics.remainder_sums:
-            remainder.clamp_min_(MIN_SUM)
+            if len(remainder):
+                remainder.clamp_min_(MIN_SUM)
         return statistics
     like = windows[0].statistics.exp_sums
     highest = torch.cat([window.statistics.row_max for window in windows])
@@ -395,7 +393,7 @@ def logits_gradient(
             last = window_statistics.entry_exponentials[window_statistics.removed_read]
             assert last is not None
             restore_entries_(copy.view(-1), window_statistics.entry_indices[window_statistics.removed_read].local, last)
-            remove_entries_(copy.view(-1), places.local, whole, places.select(part.weights))
+            _remove_entries_of_(copy.view(-1), places, whole, part.weights)
             more.append(copy.mul_(of_left[:, None]))
     if TRITON is not None and out is not None and not bands and not more and TRITON.can_run(exponentials):
         indices, increments = (torch.cat(some) for some in zip(*sparse, strict=True))
@@ -407,6 +405,18 @@ def logits_gradient(
     for places_of_some, gradient in sparse:
         scatter_add_(flat, places_of_some, gradient)
     return exponentials
+
+
+def _remove_entries_of_(values: Tensor, places: WindowIndices, whole: Tensor, weights: Tensor | None) -> Tensor:
+    """As `remove_entries_`, for the entries of a window; weights of None are those of `SoftmaxReads`."""
+    if weights is None and places.inside is None:  # what `remove_entries_` would leave
+        if values.device.type == "cpu":
+            restore_entries_(values, places.local, torch.zeros_like(whole))
+        else:
+            values.scatter_(0, places.local, 0.0)
+        return whole
+    weights = torch.ones_like(whole) if weights is None else weights
+    return remove_entries_(values, places.local, whole, places.select(weights))
 
 
 def remove_entries_(values: Tensor, indices: Tensor, whole: Tensor, weights: Tensor) -> Tensor:
