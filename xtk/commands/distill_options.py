@@ -128,8 +128,8 @@ class DistillOptions(
     )
     reference: tuple[str, ...] = option(
         (),
-        "Small model of a teacher's family, or its cache where the teacher is one; its style is subtracted by "
-        "--teacher-shift or policy-gradient:offset. One per teacher. Repeatable.",
+        "Small model of each teacher's family (or its cache, if teachers are caches), in their order. For "
+        "--teacher-shift and policy-gradient:offset.",
         metavar="MODEL[:KEY=VALUE,...]|CACHE",
         effect=INPUTS,
         identity_if_set=True,

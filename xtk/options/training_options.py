@@ -81,7 +81,7 @@ class TeacherUseOptions:
     )
     teacher_shift: bool = option(
         False,
-        "With --reference: train toward the student before the run, times the teacher and divided by the reference.",
+        "With --reference: target = initial student x teacher / reference, over the cells of each loss.",
         identity_if_set=True,
     )
     teacher_weights: str = option(
