@@ -1,4 +1,4 @@
-"""Finished and unfinished runs that the attacks start from; attacks are slow tests, those with hostile input long ones."""
+"""Runs that the attacks start from; attacks are slow tests, those with hostile input long ones."""
 
 from __future__ import annotations
 

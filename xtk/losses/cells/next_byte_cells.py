@@ -140,7 +140,7 @@ class NextByteCells(LossCells):
         )
         of_cells = _OfCells(*indices)
         log_probs: Tensor = _ConditionedLogProbs.apply(cells, remainders, groups, of_cells, self.num_items)  # type: ignore[no-untyped-call]
-        if self.sampled_probs is not None:
+        if self.sampled_probs is not None or self.target_logits is not None:
             return self.divergence_sum(log_probs[:num_cells], log_probs[num_cells:])
         probs = torch.cat([self.teacher_probs.to(cells.dtype), remainder_probs])
         return self.sum_joined_divergence(of_cells.items, probs, log_probs, num_cells)
