@@ -86,7 +86,7 @@ def test_a_pretrained_student_learns_functions_and_samples_are_printed(run, pair
         config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 1024}))
     for name, value in (("NUM_FUNCTIONS", 4), ("NUM_HELD_OUT_FUNCTIONS", 3)):
         monkeypatch.setattr(demo_pipeline, name, value)
-    fewer = demo_pipeline.PRETRAINED_TRAINING_OPTIONS.replace("--max-steps 40", "--max-steps 2")
+    fewer = demo_pipeline.PRETRAINED_TRAINING_OPTIONS.replace("--max-steps 50", "--max-steps 2")
     monkeypatch.setattr(demo_pipeline, "PRETRAINED_TRAINING_OPTIONS", fewer)
     figures = demo_pipeline.run_quickstart(tmp_path / "quickstart", 1, real=True)
     printed = capsys.readouterr().err

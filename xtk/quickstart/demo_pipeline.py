@@ -42,12 +42,12 @@ NUM_STEPS = 5
 MARKER_FILE = "quickstart.json"  # written first; identifies the folder of a quickstart
 EVALUATION_FILE, RESULTS_FILE, REPORT_FILE = "evaluation.jsonl", "results.json", "report.html"
 # With --real: a pretrained student, its teacher with another tokenizer, and functions of the standard library, about
-# 20,000 tokens. Cross-entropy has its full weight: docs/explanation/real-pairs.md.
+# 24,000 tokens. Cross-entropy has its full weight: docs/explanation/real-pairs.md.
 PRETRAINED_STUDENT, PRETRAINED_TEACHER = "smollm2-135m-instruct.gguf", "qwen2.5-coder-0.5b-instruct.gguf"
-NUM_FUNCTIONS, NUM_HELD_OUT_FUNCTIONS = 160, 24
+NUM_FUNCTIONS, NUM_HELD_OUT_FUNCTIONS = 200, 24
 PRETRAINED_LOSS = "--loss ce --loss byte-kl"
 PRETRAINED_TRAINING_OPTIONS = (
-    "--max-steps 40 --per-device-train-batch-size 4 --learning-rate 1e-4 --warmup-ratio 0.1 --save-steps 0"
+    "--max-steps 50 --per-device-train-batch-size 4 --learning-rate 1e-4 --warmup-ratio 0.1 --save-steps 0"
 )
 PRETRAINED_GENERATION_OPTIONS = "--max-completion-length 64 --temperature 0"
 PROMPT_LINES = 2  # of a function

