@@ -8,13 +8,14 @@
 # FAMILY_DRAFT is a small model with the target's tokenizer, for comparison. Sizes, by default a smoke test:
 #   PROMPTS=16 TEST_PROMPTS=4 LENGTH=64 STEPS=10 BATCH=4 BLOCKS=1,2,4,8 OBJECTIVES="tvd forward-kl mixture"
 # Over night: PROMPTS=800 TEST_PROMPTS=60 LENGTH=192 STEPS=600 BATCH=8
+# With GGUF_CONVERTER=llama.cpp/convert_hf_to_gguf.py, the last trained draft also becomes FOLDER/release/model.gguf.
 set -euo pipefail
 if [ -z "${XTK_DATA:-}" ] || [ -z "${3:-}" ]; then
   echo "skipped: set XTK_DATA, and give FOLDER TARGET DRAFT" >&2
   exit 0
 fi
 absolute() { if [ -e "$1" ]; then realpath "$1"; else echo "$1"; fi; }
-target=$(absolute "$2") draft=$(absolute "$3") family=$(absolute "${4:-}")
+target=$(absolute "$2") draft=$(absolute "$3") family=$(absolute "${4:-}") converter=$(absolute "${GGUF_CONVERTER:-}")
 length=${LENGTH:-64} steps=${STEPS:-10} blocks=${BLOCKS:-1,2,4,8} objectives=${OBJECTIVES:-tvd forward-kl mixture}
 mkdir -p "$1"
 cd "$1"
@@ -62,6 +63,9 @@ for objective in $objectives; do
   drafts="$drafts $objective"
 done
 if [ -n "$family" ]; then ln -sfn "$family" family && drafts="$drafts family"; fi
+
+# For llama.cpp; transformers and vLLM load the folder of the draft.
+[ -z "$converter" ] || xtk export "${objectives##* }" -o release --gguf f16 --gguf-converter "$converter"
 
 # The estimate from the cache, then real blocks: greedy and sampled.
 for name in $drafts; do
