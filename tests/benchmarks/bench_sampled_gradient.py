@@ -41,7 +41,7 @@ CONTEXT, FIRST_POSITION, STRIDE = 128, 32, 4
 HELD_OUT = slice(7, None, 50)  # of the package's files
 SUPPORTS = ((16, 16), (4, 4), (0, 16))  # most likely tokens, samples
 DISTANCES = (1.0, 0.4, 0.17, 0.0)  # part of the way from the teacher's logits to the student's
-LOSSES = ("forward-kl", "reverse-kl", "jsd", "skew-reverse-kl", "tvd")
+LOSSES = ("forward-kl", "reverse-kl", "jsd", "skew-forward-kl", "skew-reverse-kl", "tvd")
 
 
 def texts() -> list[str]:

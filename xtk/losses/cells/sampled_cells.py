@@ -96,7 +96,7 @@ class SampledCells:
         tiny = torch.finfo(student_tail.dtype).tiny
         log_h = student_tail.clamp_min(tiny).log() - tail_mass.clamp_min(tiny).log()
         ratio = FORWARD_KL_VARIANCE_RATIO if divergence.is_linear_in_teacher else TAIL_VARIANCE_RATIO
-        deviations = (ratio * self._log_ratio_variances(log_h)).clamp(MIN_VARIANCE, MAX_VARIANCE).sqrt()
+        deviations = self._log_ratio_variances(log_h, tail_mass, ratio).clamp(MIN_VARIANCE, MAX_VARIANCE).sqrt()
         nodes, weights = (
             to_device(torch.tensor(values, dtype=log_h.dtype), log_h.device)
             for values in (QUADRATURE_NODES, QUADRATURE_WEIGHTS)
@@ -108,16 +108,18 @@ class SampledCells:
         values = values - values[:, len(QUADRATURE_NODES) // 2, None]
         return (weights * deltas * values).sum(1) / ((weights * deltas.square()).sum(1) * log_h.exp())
 
-    def _log_ratio_variances(self, log_h: Tensor) -> Tensor:
-        """Return the variance of `ln(s / t)` between the exact cells and the tail of each item, [C].
+    def _log_ratio_variances(self, log_h: Tensor, tail_mass: Tensor, ratio: float) -> Tensor:
+        """Return an estimate of the variance of `ln(s / t)` in the tail of each item, [C].
 
-        Args:
-            log_h: [C], of the tail.
+        It is `ratio` times the one between the exact cells and the tail (`log_h`, M: [C]) as one cell. Of few exact
+        cells it may be small by chance: their mean squared distance from the tail over their squared number is added.
         """
         tiny = torch.finfo(log_h.dtype).tiny
         exact = self.exact
         ratios = torch.where(exact > 0, self.log_probs.detach() - exact.clamp_min(tiny).log(), 0.0)
-        totals = (self._sum(exact) + self.tail_mass).clamp_min(tiny)
-        means = (self._sum(exact * ratios) + self.tail_mass * log_h) / totals
-        squares = self._sum(exact * (ratios - means[self.items]).square()) + self.tail_mass * (log_h - means).square()
-        return squares / totals
+        totals = (self._sum(exact) + tail_mass).clamp_min(tiny)
+        means = (self._sum(exact * ratios) + tail_mass * log_h) / totals
+        squares = self._sum(exact * (ratios - means[self.items]).square()) + tail_mass * (log_h - means).square()
+        is_exact = (exact > 0).to(exact.dtype)
+        counts, distances = self._sum(is_exact), self._sum(is_exact * (ratios - log_h[self.items]).square())
+        return ratio * squares / totals + distances / counts.clamp_min(1).pow(3)
