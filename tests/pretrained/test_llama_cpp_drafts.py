@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from installed_smollm2 import find_smollm2
 from llama_cpp_server import run_server
 from small_drafts import PROMPTS, make_draft
 
-from xtk.quickstart.demo_pipeline import find_pretrained_teacher
 from xtk.text.tokenizer import Tokenizer
 
 K, LENGTH = 3, 24
@@ -31,8 +31,10 @@ def complete(url: str, ids: list[int]) -> dict[str, Any]:
 def test_a_draft_of_another_family_generates_in_llama_cpp(run, tmp_path):
     converter = Path(os.environ.get("XTK_GGUF_CONVERTER", ""))
     if not converter.is_file():
-        pytest.skip("llama.cpp is not here: XTK_GGUF_CONVERTER is to name its convert_hf_to_gguf.py")
-    target = find_pretrained_teacher()
+        pytest.skip(
+            "without llama.cpp's converter (`nox -s real` has it): XTK_GGUF_CONVERTER is to name its convert_hf_to_gguf.py"
+        )
+    target = find_smollm2()
     draft = make_draft(run, target, tmp_path, length=LENGTH)
     run("export", draft, "-o", tmp_path / "release", "--gguf", "f16", "--gguf-converter", converter, timeout=600)
     tokenizer = Tokenizer(tmp_path / "release")
