@@ -31,9 +31,7 @@ def complete(url: str, ids: list[int]) -> dict[str, Any]:
 def test_a_draft_of_another_family_generates_in_llama_cpp(run, tmp_path):
     converter = Path(os.environ.get("XTK_GGUF_CONVERTER", ""))
     if not converter.is_file():
-        pytest.skip(
-            "without llama.cpp's converter (`nox -s real` has it): XTK_GGUF_CONVERTER is to name its convert_hf_to_gguf.py"
-        )
+        pytest.skip("without llama.cpp's converter (`nox -s real` has it): XTK_GGUF_CONVERTER names it")
     target = find_smollm2()
     draft = make_draft(run, target, tmp_path, length=LENGTH)
     run("export", draft, "-o", tmp_path / "release", "--gguf", "f16", "--gguf-converter", converter, timeout=600)
