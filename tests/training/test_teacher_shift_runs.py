@@ -57,7 +57,8 @@ def lines_of(output):
 def test_a_run_from_caches_equals_one_with_models_in_the_process(pair, other, caches, corpus, tmp_path, loss):
     cached, online = tmp_path / "cached", tmp_path / "online"
     options = [*OPTIONS, "--loss", loss]
-    run_xtk("distill", pair.student, caches / "teacher", *SHIFT, caches / "reference", *options, "-o", cached)
+    run_xtk("distill", pair.student, "teacher", *SHIFT, "reference", *options, "-o", cached, cwd=caches)
+    assert json.loads((cached / "recipe.json").read_text())["reference"] == [str(caches / "reference")]
     models = [f"{model}:top_k=24" for model in (pair.teacher, other)]
     run_xtk("distill", pair.student, corpus, "--teacher", models[0], *SHIFT, models[1], *options, "-o", online)
     of_runs = [[line["loss"] for line in lines_of(output)] for output in (cached, online)]
@@ -147,6 +148,28 @@ def test_options_without_effect_and_other_losses_are_refused(pair, caches, tmp_p
     options = [caches / part if part == "reference" else part for part in options]
     arguments = [pair.student, caches / "teacher", *options, *OPTIONS, "-o", tmp_path / "out"]
     assert what in run_xtk("distill", *arguments, code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("reference", "options", "what"),
+    [
+        ("self", [], "--reference self changes with the student"),
+        ("other", ["--offload-student"], "--offload-student would leave the copy of the student"),
+    ],
+)
+def test_references_that_follow_the_student_and_offloading_are_refused(
+    pair, other, corpus, tmp_path, reference, options, what
+):
+    models = ["--teacher", pair.teacher, *SHIFT, other if reference == "other" else reference]
+    run = ["distill", pair.student, corpus, *models, *OPTIONS, "--loss", "byte-kl", *options, "-o", tmp_path / "out"]
+    assert what in run_xtk(*run, code=1).stderr
+
+
+def test_weights_by_the_most_likely_token_are_refused(pair, caches, tmp_path):
+    shutil.copytree(caches / "teacher", tmp_path / "second")
+    run = [pair.student, caches / "teacher", tmp_path / "second", *SHIFT, caches / "reference", "--reference",
+           caches / "reference", "--teacher-weights", "max-probability", *OPTIONS, "-o", tmp_path / "out"]  # fmt: skip
+    assert "--teacher-shift cannot be used with --teacher-weights max-prob" in run_xtk("distill", *run, code=1).stderr
 
 
 def test_positions_with_a_nan_of_one_of_them_are_left_out_of_both(caches):

@@ -53,7 +53,7 @@ def _absolute(name: str, declared: Option, value: Any) -> Any:
     if name in ("reward", "environment"):
         value = _SCHEMA.sub(lambda match: _absolute_path(match[0]), value)
         match = _USERS_CODE.fullmatch(value)
-    elif name in ("teacher", "eval_tasks"):
+    elif name in ("teacher", "reference", "eval_tasks"):
         match = _WITH_OPTIONS.fullmatch(value)
     else:
         return value

@@ -215,9 +215,12 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
 
 def progress_in_log(log: Path, start: int) -> str:
     """Return the last progress of a run (`this run: 40/60 steps  12s left`) from its log after `start` bytes."""
-    with log.open("rb") as stream:
-        stream.seek(max(start, log.stat().st_size - PROGRESS_BYTES))
-        lines = stream.read().decode("utf-8", "replace").split("\n")
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(start, log.stat().st_size - PROGRESS_BYTES))
+            lines = stream.read().decode("utf-8", "replace").split("\n")
+    except OSError:  # somebody moved it
+        return ""
     last = next((line for line in reversed(lines[:-1]) if line.startswith("distill")), "")  # either command
     return last and f"this run: {last.partition(': ')[2]}"
 

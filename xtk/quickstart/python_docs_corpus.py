@@ -71,8 +71,12 @@ def _library_files() -> Iterator[tuple[str, Path]]:
 
 def _functions(file: Path) -> Iterator[str]:
     text = file.read_text(encoding="utf-8", errors="replace")
-    lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
+    lines = text.split("\n")  # as ast counts them: splitlines also splits at form feeds
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) + "\n"
             if MIN_FUNCTION_CHARACTERS <= len(source) <= MAX_FUNCTION_CHARACTERS:

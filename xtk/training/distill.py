@@ -224,6 +224,11 @@ def _check_student_options(
         raise XtkError(
             "--offload-student needs a single process", hint="use --parallel fsdp=N --fsdp-offload, or a cache"
         )
+    if recipe.offload_student and recipe.teacher_shift:
+        raise XtkError(
+            "--offload-student would leave the copy of the student for --teacher-shift on the GPU",
+            hint="remove --offload-student, or distill from caches of teacher and reference",
+        )
     self_weights = {teacher.student_weights for teacher in teachers} - {""}
     if self_weights and layout.is_sharded:
         raise XtkError(

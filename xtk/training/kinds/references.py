@@ -45,8 +45,13 @@ def check_online_references(paths: RunPaths, recipe: TrainConfig, combination: T
     """Refuse references in the process that do not fit the teachers."""
     if not paths.references:
         return
-    _check_combination(combination)
+    _check_combination(combination, recipe.teacher_shift)
     references = paths.references if recipe.teacher_shift else paths.references[:-1]
+    if any(reference.student_weights for reference in references):
+        raise XtkError(
+            "--reference self changes with the student, but a reference is a fixed model of the teacher's family",
+            hint="give a folder, a file or a hub id",
+        )
     check_references(references, paths.online_teachers)
     if recipe.teacher_shift:
         scoring = (*paths.online_teachers, *references)
@@ -57,7 +62,7 @@ def open_reference_caches(paths: RunPaths, setup: TeacherSetup) -> list[TeacherC
     """Return the opened caches of references, checked against the caches of the teachers."""
     if not paths.reference_caches:
         return []
-    _check_combination(setup.combination)
+    _check_combination(setup.combination, is_shift=True)
     if place := next((place for place in paths.reference_caches if not is_cache(place)), None):
         raise XtkError(
             "--reference is not a cache, but the teacher is one",
@@ -100,9 +105,16 @@ def _check_supports(supports: Sequence[tuple[str, str]]) -> None:
         )
 
 
-def _check_combination(combination: TeacherEnsemble) -> None:
+def _check_combination(combination: TeacherEnsemble, is_shift: bool) -> None:
     if combination.method in ("mixture", "route"):
         raise XtkError(
             f"--reference cannot be used with --combine-teachers {combination.method}",
             hint="use --combine-teachers sum or select, with one --reference per teacher",
+        )
+    weighting = combination.score_weighting
+    if is_shift and weighting is not None and weighting.score == "max-probability":
+        # The most likely token may be one that the reference does not list, which leaves the shifted distribution.
+        raise XtkError(
+            "--teacher-shift cannot be used with --teacher-weights max-probability",
+            hint="use --teacher-weights ce or entropy",
         )
