@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from xtk.quickstart.python_docs_corpus import python_functions
+from xtk.quickstart.python_docs_corpus import SMALL_FUNCTIONS_FILE, python_functions
 
 MIN_CHARACTERS, MAX_CHARACTERS = 200, 1200
 # Shares of the source files whose functions are the development and the test set.
@@ -95,13 +95,13 @@ def human_eval(corpora: Path) -> Iterator[dict[str, Any]]:
 
 
 def small_functions() -> Iterator[dict[str, Any]]:
-    """Yield the tasks of `small_functions.py` in the format of HumanEval.
+    """Yield the tasks of `SMALL_FUNCTIONS_FILE` in the format of HumanEval.
 
     Yields:
         `prompt` (the function to the end of its description), `entry_point`, `canonical_solution` and `test`, the
             asserts that follow the function.
     """
-    text = Path(__file__).with_name("small_functions.py").read_text(encoding="utf-8")
+    text = SMALL_FUNCTIONS_FILE.read_text(encoding="utf-8")
     lines, tasks = text.splitlines(keepends=True), []
     for node in ast.parse(text).body:
         source = "".join(lines[node.lineno - 1 : node.end_lineno])

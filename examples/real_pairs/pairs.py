@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 SMOLLM2, GEMMA = "smollm2-135m-instruct.gguf", "gemma-3-270m.gguf"
 QWEN_SMALL, QWEN = "qwen2.5-coder-0.5b-instruct.gguf", "qwen2.5-coder-1.5b-instruct.gguf"
 NOT_TRAINED, TEACHER = "not trained", "teacher"
-SMALL_FUNCTIONS = "small functions"  # a measure: pass rates of small_functions.py
+SMALL_FUNCTIONS = "small functions"  # a measure: pass rates of xtk/quickstart/small_functions.txt
 CE_WEIGHT = 0.3  # of the default of `distill` for teachers with other tokenizers
 
 

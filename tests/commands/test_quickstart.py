@@ -101,13 +101,20 @@ def test_a_pretrained_student_learns_functions_and_samples_are_printed(run, pair
     monkeypatch.setattr(demo_pipeline, "PRETRAINED_TRAINING_OPTIONS", fewer)
     figures = demo_pipeline.run_quickstart(tmp_path / "quickstart", 1, real=True)
     printed = capsys.readouterr().err
-    assert list(figures) == ["teacher", "untrained", "ce", "distilled"]
+    assert list(figures) == ["teacher", "untrained", "ce", "distilled", "other"]
+    other = figures["other"]
+    assert list(other) == ["teacher", "untrained", "ce", "distilled"]
+    for one in ("ce", "distilled"):  # the same columns of the table as in the evaluation, which has 36 functions
+        (row,) = (json.loads(line) for line in (tmp_path / "quickstart" / "other.json").read_text().splitlines()
+                  if json.loads(line)["model"].endswith(f"{one}-0"))  # fmt: skip
+        assert (other[one], row["documents"]) == ([row["bits_per_byte"]], 36)
     assert len(figures["ce"]) == len(figures["distilled"]) == 1
     assert all(value < figures["untrained"] for value in figures["ce"] + figures["distilled"])
-    for kind, value in (("teacher", figures["teacher"]), ("not trained", figures["untrained"])):
-        assert re.search(rf"{kind}.* {value:.3f}\n", printed)
+    for title, kind in (("teacher,", "teacher"), ("student,", "untrained")):
+        assert re.search(rf"{title}.* {figures[kind]:.3f} +{other[kind]:.3f}\n", printed)
+    assert "On the small functions: With the teacher, the student" in printed
     prompts = (tmp_path / "quickstart" / "prompts.jsonl").read_text().splitlines()
-    assert len(prompts) == 3
+    assert len(prompts) == 5
     assert printed.count("Generated samples") == 2
     assert json.loads(prompts[0])["text"] in printed
     assert printed.count("--- untrained") == printed.count("--- distilled") == 2

@@ -21,7 +21,8 @@ EXCLUDED_FOLDERS = (
 )  # fmt: skip
 MIN_DOCSTRING_CHARACTERS = 80
 MIN_DOCUMENT_CHARACTERS, MAX_DOCUMENT_CHARACTERS = 300, 1200
-MIN_FUNCTION_CHARACTERS, MAX_FUNCTION_CHARACTERS = 200, 1200
+FUNCTION_CHARACTERS = range(200, 1201)
+SMALL_FUNCTIONS_FILE = Path(__file__).with_name("small_functions.txt")
 HELD_OUT_FRACTION = 0.05
 
 
@@ -34,6 +35,11 @@ def python_documents() -> list[tuple[str, str]]:
 def python_functions() -> list[tuple[str, str]]:
     """Return (source, text) of the standard library's functions of 200 to 1,200 characters, without indentation."""
     return [(source, text) for source, file in _library_files() for text in _functions(file)]
+
+
+def small_functions() -> list[str]:
+    """Return the functions of `SMALL_FUNCTIONS_FILE`, written for xtk, so that no model has seen them."""
+    return [*_functions(SMALL_FUNCTIONS_FILE, range(1, FUNCTION_CHARACTERS.stop))]
 
 
 def train_test_split(texts: list[tuple[str, str]]) -> tuple[list[str], list[str]]:
@@ -69,7 +75,7 @@ def _library_files() -> Iterator[tuple[str, Path]]:
             yield module.as_posix(), file
 
 
-def _functions(file: Path) -> Iterator[str]:
+def _functions(file: Path, sizes: range = FUNCTION_CHARACTERS) -> Iterator[str]:
     text = file.read_text(encoding="utf-8", errors="replace")
     lines = text.split("\n")  # as ast counts them: splitlines also splits at form feeds
     try:
@@ -79,7 +85,7 @@ def _functions(file: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) + "\n"
-            if MIN_FUNCTION_CHARACTERS <= len(source) <= MAX_FUNCTION_CHARACTERS:
+            if len(source) in sizes:
                 yield source
 
 
