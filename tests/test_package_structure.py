@@ -50,7 +50,7 @@ FLOORS = [
      2_480),  # to reach: 2,300
     ("training",
      "`distill`: configuration, loop, step, on-policy, held-out; `kinds/`: the four kinds of runs",
-     4_130),
+     4_150),
     ("publish", "a finished student as a model folder, GGUF file or repository of the hub", 400),
     ("transplant",
      "another tokenizer for a model: rows of embedding and head, pruned vocabularies",
@@ -58,7 +58,7 @@ FLOORS = [
     ("api", "the Python API: `xtk/__init__.py` names its objects", 1_545),
     ("importers", "caches from and for other tools, answers of services", 1_785),  # to reach: 1,550
     ("doctor", "checks and forecasts before a long run", 1_450),  # to reach: 1,250
-    ("quickstart", "the demonstration pipeline and its tiny models", 670),
+    ("quickstart", "the demonstration pipeline and its tiny models", 710),
     ("pages", "HTML pages, their templates, and the tables on them", 1_190),  # to reach: 900
     ("commands",
      "one module per command, with its options: checks of inputs, printed results",

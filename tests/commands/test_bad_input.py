@@ -66,6 +66,7 @@ def test_cache_teacher_refuses_an_empty_corpus(pair, tmp_path, content):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 def test_cache_teacher_counts_documents_longer_than_the_teachers_context(run, pair, tmp_path):
     texts = [*small_inputs.sentences(3), "many words " * 300]
     corpus = small_inputs.write_jsonl(tmp_path / "long.jsonl", texts)
@@ -96,6 +97,7 @@ def test_the_parts_of_a_split_document_concatenate_to_its_text(run, pair, tmp_pa
     assert all(len(row.tokens) <= 256 for row in rows)
 
 
+@pytest.mark.slow
 def test_distill_counts_documents_longer_than_the_students_context(run, pair, cache, projection, tmp_path):
     short = small_inputs.make_student(tmp_path / "short", context=24)
     arguments = ("distill", short, cache, "--projection", projection, "--max-steps", 1)

@@ -839,27 +839,27 @@ def test_parse_losses_reads_names_and_weights():
         (["ce:wieght=2"], "no option of the loss ce called 'wieght'; did you mean weight?", ""),
         (
             ["ce:weight=0"],
-            "the weight of the loss ce is '0', but must be a number above 0 and at most 1e+12",
+            "the weight of the loss ce is '0', but must be a number above 0 and at most 1,000,000,000,000",
             EXAMPLE_HINT,
         ),
         (
             ["ce:weight=-1"],
-            "the weight of the loss ce is '-1', but must be a number above 0 and at most 1e+12",
+            "the weight of the loss ce is '-1', but must be a number above 0 and at most 1,000,000,000,000",
             EXAMPLE_HINT,
         ),
         (
             ["ce:weight=nan"],
-            "the weight of the loss ce is 'nan', but must be a number above 0 and at most 1e+12",
+            "the weight of the loss ce is 'nan', but must be a number above 0 and at most 1,000,000,000,000",
             EXAMPLE_HINT,
         ),
         (
             ["ce:weight=inf"],
-            "the weight of the loss ce is 'inf', but must be a number above 0 and at most 1e+12",
+            "the weight of the loss ce is 'inf', but must be a number above 0 and at most 1,000,000,000,000",
             EXAMPLE_HINT,
         ),
         (
             ["ce:weight=half"],
-            "the weight of the loss ce is 'half', but must be a number above 0 and at most 1e+12",
+            "the weight of the loss ce is 'half', but must be a number above 0 and at most 1,000,000,000,000",
             EXAMPLE_HINT,
         ),
         (["ce:weight=1,weight=2"], "--loss ce:weight=1,weight=2: weight is given twice", "remove one weight="),

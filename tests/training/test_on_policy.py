@@ -394,6 +394,7 @@ def test_a_prompt_that_fills_the_context_is_refused_before_training(pair, tmp_pa
     assert not (tmp_path / "out" / "rollout_batches").exists()
 
 
+@pytest.mark.slow
 def test_rollouts_above_the_maximum_length_are_refused_or_truncated(pair, prompts, tmp_path):
     options = ["--loss", "byte-kl", "--max-steps", 1, "--max-length", 14]
     done = run(pair, prompts, tmp_path / "out", *options, code=1)
