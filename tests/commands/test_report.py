@@ -362,6 +362,8 @@ def reported_run(name: str, bits: list[float], objective: str, **values: float) 
          "the teacher has 2.248: 78% of the gap between ce-0 and the teacher is closed."),
         ({"ce-0": [3.2, 2.5], "distilled-0": [3.2, 2.6]}, 2.25,
          "ce-0 has 2.500 bits per byte on held-out text, the fewest of these runs; the teacher has 2.250."),
+        ({"ce-0": [3.2, 2.5004], "distilled-0": [3.2, 2.4996]}, 2.25,
+         "ce-0 and distilled-0 have 2.500 bits per byte on held-out text; the teacher has 2.250."),
         ({"a": [], "b": []}, None, ""),
     ],
 )  # fmt: skip
@@ -446,3 +448,16 @@ def test_ticks_are_evenly_spaced_inside_of_their_range(low, size):
     assert all(low - 1e-6 * size <= tick <= low + size * (1 + 1e-6) for tick in ticks)
     steps = {round((after - before) / size, 6) for before, after in pairwise(ticks)}
     assert len(steps) <= 1 or max(steps) - min(steps) < 1e-5
+
+
+def test_labels_of_ticks_differ():
+    labels = [label for _, label in svg_curves.labelled_ticks(2.2173, 2.2181)]
+    assert len(set(labels)) == len(labels) >= 2
+    assert all(2.2173 <= float(label) <= 2.2181 for label in labels)
+
+
+def test_a_metric_with_one_value_per_run_has_no_curve():
+    runs = [reported_run("ce-0", [2.5], "ce"), reported_run("kl-0", [2.3], "byte-kl")]
+    page = Page(report_page(runs, [], [], [], [], ""))
+    assert not page.lines
+    assert page.row("held-out bits per byte")[0] == "2.5"

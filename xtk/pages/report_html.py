@@ -146,14 +146,18 @@ def headline(runs: Sequence[ReportedRun], teacher_bits: float | None) -> str:
         return ""
     bits = {run.name: run.last_values()[HELD_OUT_BITS] for run in evaluated}
     (first, reference), best = next(iter(bits.items())), min(bits, key=bits.__getitem__)
-    text = f"{best} has {bits[best]:.3f} bits per byte on held-out text"
+    equal = [name for name, value in bits.items() if f"{value:.3f}" == f"{bits[best]:.3f}"]
+    best = first if first in equal else best
+    text = (
+        f"{' and '.join(equal)} {'has' if len(equal) == 1 else 'have'} {bits[best]:.3f} bits per byte on held-out text"
+    )
     before = evaluated[0].initial_value(HELD_OUT_BITS)
     if best != first:
         text += f", {reference - bits[best]:.3f} fewer than {first} ({reference:.3f})"
     elif len(bits) == 1 and before is not None:
         text += f", {before:.3f} before training"
     else:
-        text += ", the fewest of these runs" if len(bits) > 1 else ""
+        text += ", the fewest of these runs" if len(bits) > len(equal) else ""
     if teacher_bits is None:
         return text + "."
     text += f"; the teacher has {teacher_bits:.3f}"
@@ -206,6 +210,8 @@ def _curves(runs: Sequence[ReportedRun], teacher_bits: float | None) -> Iterator
     figures: dict[str, list[Markup]] = {section: [] for section in SECTIONS}
     for metric in curve_metrics(runs):
         curves = [MetricCurve(run.name, at, run.points(metric)) for at, run in enumerate(runs) if run.points(metric)]
+        if all(len(curve.points) < 2 for curve in curves):  # "Last metrics" has the numbers
+            continue
         level = ("teacher", teacher_bits) if metric == HELD_OUT_BITS and teacher_bits is not None else None
         figures[_metric_section(metric)].append(
             curves_figure(metric_title(metric), METRIC_UNITS.get(metric, ""), curves, level=level, metric=metric)

@@ -76,11 +76,20 @@ def curves_figure(
         height=MARGIN_TOP + PLOT_HEIGHT + MARGIN_BOTTOM,
         left=MARGIN_LEFT,
         right=MARGIN_LEFT + PLOT_WIDTH,
-        rows=[(pixel_y(value), format_number(value)) for value in round_ticks(low_y, high_y)],
-        columns=[(pixel_x(value), format_number(value)) for value in round_ticks(low_x, high_x)],
+        rows=[(pixel_y(value), label) for value, label in labelled_ticks(low_y, high_y)],
+        columns=[(pixel_x(value), label) for value, label in labelled_ticks(low_x, high_x)],
         lines=lines,
         level=None if level is None else (pixel_y(level[1]), f"{level[0]} {format_number(level[1])}"),
     )
+
+
+def labelled_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Return `round_ticks` with labels, which have as many digits as tell them apart."""
+    ticks = round_ticks(low, high)
+    labels, digits = [format_number(value) for value in ticks], 5
+    while len(set(labels)) < len(labels) and digits < 17:
+        labels, digits = [f"{value:.{digits}g}" for value in ticks], digits + 1
+    return list(zip(ticks, labels, strict=True))
 
 
 def thin_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
