@@ -59,7 +59,7 @@ FLOORS = [
     ("importers", "caches from and for other tools, answers of services", 1_785),  # to reach: 1,550
     ("doctor", "checks and forecasts before a long run", 1_450),  # to reach: 1,250
     ("quickstart", "the demonstration pipeline and its tiny models", 710),
-    ("pages", "HTML pages, their templates, and the tables on them", 1_190),  # to reach: 900
+    ("pages", "HTML pages, their templates, and the tables on them", 1_210),  # to reach: 900
     ("commands",
      "one module per command, with its options: checks of inputs, printed results",
      6_230),  # to reach: 4,300
