@@ -219,7 +219,7 @@ def progress_in_log(log: Path, start: int) -> str:
         with log.open("rb") as stream:
             stream.seek(max(start, log.stat().st_size - PROGRESS_BYTES))
             lines = stream.read().decode("utf-8", "replace").split("\n")
-    except OSError:  # somebody moved it
+    except OSError:  # the log was moved or deleted during the run
         return ""
     last = next((line for line in reversed(lines[:-1]) if line.startswith("distill")), "")  # either command
     return last and f"this run: {last.partition(': ')[2]}"

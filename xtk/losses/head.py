@@ -314,11 +314,11 @@ def _loss_and_gradients(
         if not with_gradient:
             continue
         used = leaves if weights is None else [*leaves, weights]
-        found = torch.autograd.grad(value, used, torch.full_like(value, cells.scale), allow_unused=True)
-        of_leaves = [leaf.detach() if one is None else one for leaf, one in zip(leaves, found, strict=False)]
-        assert all(one is not None or not len(leaf) for leaf, one in zip(used, found, strict=True))
+        of_used = torch.autograd.grad(value, used, torch.full_like(value, cells.scale), allow_unused=True)
+        of_leaves = [leaf.detach() if part is None else part for leaf, part in zip(leaves, of_used, strict=False)]
+        assert all(part is not None or not len(leaf) for leaf, part in zip(used, of_used, strict=True))
         if weights is not None:
-            of_weights = found[-1]
+            of_weights = of_used[-1]
             cells.add_to_region_sums(of_weights * weights.detach() / (cells.scale or 1.0))
         of_sums += of_leaves[: len(log_sums)]
         if part.largest is not None:

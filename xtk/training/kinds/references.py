@@ -55,7 +55,7 @@ def check_online_references(paths: RunPaths, recipe: TrainConfig, combination: T
     check_references(references, paths.online_teachers)
     if recipe.teacher_shift:
         scoring = (*paths.online_teachers, *references)
-        _check_supports([(one.request.teacher.name, one.request.support.kind) for one in scoring])
+        _check_supports([(model.request.teacher.name, model.request.support.kind) for model in scoring])
 
 
 def open_reference_caches(paths: RunPaths, setup: TeacherSetup) -> list[TeacherCache]:
