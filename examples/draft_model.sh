@@ -6,8 +6,9 @@
 #
 # TARGET and DRAFT are folders, GGUF files or hub ids, such as Qwen2.5-Coder-1.5B-Instruct and SmolLM2-135M-Instruct;
 # FAMILY_DRAFT is a small model with the target's tokenizer, for comparison. Sizes, by default a smoke test:
-#   PROMPTS=16 TEST_PROMPTS=4 LENGTH=64 STEPS=10 BATCH=4 BLOCKS=1,2,4,8 OBJECTIVES="tvd forward-kl mixture"
-# Over night: PROMPTS=800 TEST_PROMPTS=60 LENGTH=192 STEPS=600 BATCH=8
+#   PROMPTS=16 TEST_PROMPTS=4 LENGTH=64 TEST_LENGTH=64 STEPS=10 BATCH=4 BLOCKS=1,2,4,8 SEED=0
+#   OBJECTIVES="tvd forward-kl mixture" DTYPE=auto
+# DTYPE=bfloat16 is faster where the processor has instructions for it (avx512_bf16, amx_bf16); auto: float32 on a CPU.
 # With GGUF_CONVERTER=llama.cpp/convert_hf_to_gguf.py, the last trained draft also becomes FOLDER/release/model.gguf.
 set -euo pipefail
 if [ -z "${XTK_DATA:-}" ] || [ -z "${3:-}" ]; then
@@ -16,7 +17,9 @@ if [ -z "${XTK_DATA:-}" ] || [ -z "${3:-}" ]; then
 fi
 absolute() { if [ -e "$1" ]; then realpath "$1"; else echo "$1"; fi; }
 target=$(absolute "$2") draft=$(absolute "$3") family=$(absolute "${4:-}") converter=$(absolute "${GGUF_CONVERTER:-}")
-length=${LENGTH:-64} steps=${STEPS:-10} blocks=${BLOCKS:-1,2,4,8} objectives=${OBJECTIVES:-tvd forward-kl mixture}
+length=${LENGTH:-64} test_length=${TEST_LENGTH:-64} steps=${STEPS:-10} blocks=${BLOCKS:-1,2,4,8} seed=${SEED:-0}
+objectives=${OBJECTIVES:-tvd forward-kl mixture} dtype=${DTYPE:-auto}
+case $dtype in bfloat16) precision=bf16 ;; *) precision=auto ;; esac
 mkdir -p "$1"
 cd "$1"
 
@@ -32,11 +35,12 @@ maths = {
 }
 with gzip.open(corpora / "HumanEval.jsonl.gz", "rt") as file:
     code = [f"Complete this Python function.\n\n```python\n{json.loads(line)['prompt']}```" for line in file]
-code_test = len(code) - test // 2
+half = test // 2
+code_train = min(train // 2, len(code) - 2 * half)
 selected = {
-    "train": [*maths["train"][: train - min(train // 2, code_test)], *code[: min(train // 2, code_test)]],
-    "held-out": [*maths["train"][-(test - test // 2) :], *code[code_test - test // 2 : code_test]],
-    "test": [*maths["test"][: test - test // 2], *code[code_test:]],
+    "train": [*maths["train"][: train - code_train], *code[:code_train]],
+    "held-out": [*maths["train"][-(test - half) :], *code[len(code) - 2 * half : len(code) - half]],
+    "test": [*maths["test"][: test - half], *code[len(code) - half :]],
 }
 for name, prompts in selected.items():
     Path(f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
@@ -48,8 +52,9 @@ xtk transplant "$draft" "$target" --method random -o random
 
 # The target's own answers, and its log-probabilities of them.
 for name in train held-out; do
-  xtk rollout "$target" $name.jsonl --apply-chat-template --max-completion-length "$length" -o answers-$name.jsonl
-  xtk cache-teacher "$target" answers-$name.jsonl --top-k 64 -o cache-$name
+  xtk rollout "$target" $name.jsonl --apply-chat-template --max-completion-length "$length" --dtype "$dtype" \
+    --batch-tokens 16384 --seed "$seed" -o answers-$name.jsonl
+  xtk cache-teacher "$target" answers-$name.jsonl --top-k 64 --dtype "$dtype" -o cache-$name
 done
 
 drafts="random start"
@@ -59,7 +64,7 @@ for objective in $objectives; do
     *) loss="--loss $objective" ;;
   esac
   xtk distill start cache-train $loss --max-steps "$steps" --per-device-train-batch-size "${BATCH:-4}" \
-    --learning-rate 3e-4 --warmup-ratio 0.1 --save-steps 100 -o "$objective"
+    --learning-rate 3e-4 --warmup-ratio 0.1 --save-steps 100 --mixed-precision "$precision" --seed "$seed" -o "$objective"
   drafts="$drafts $objective"
 done
 if [ -n "$family" ]; then ln -sfn "$family" family && drafts="$drafts family"; fi
@@ -73,14 +78,14 @@ for name in $drafts; do
   for temperature in 0 1; do
     result=measured-$name-$temperature.json
     [ -s $result ] || { xtk evaluate-draft $name "$target" test.jsonl --apply-chat-template --temperature $temperature \
-      --max-completion-length "$length" --num-draft-tokens "$blocks" --html $name-$temperature.html --force --json \
+      --max-completion-length "$test_length" --num-draft-tokens "$blocks" --dtype "$dtype" --seed "$seed" --html $name-$temperature.html --force --json \
       > part.json && mv part.json $result; }
   done
 done
 
 # The original draft with its own tokenizer: re-tokenized proposals (greedy) and the vocabularies' intersection (sampled),
 # as transformers does it; then the last trained draft as an assistant of transformers.
-python - "$target" "$draft" "${drafts% family}" "$length" <<'PYTHON'
+python - "$target" "$draft" "${drafts% family}" "$test_length" "$dtype" <<'PYTHON'
 import json, sys
 from pathlib import Path
 
@@ -91,6 +96,7 @@ from transformers.generation import candidate_generator
 from xtk.models.resolver import resolve_model_folder
 
 target_name, draft_name, drafts, length = sys.argv[1], sys.argv[2], sys.argv[3].split(), int(sys.argv[4])
+dtype = torch.bfloat16 if sys.argv[5] == "bfloat16" else torch.float32
 K = 4
 proposed, accepted, blocks = [], [], []
 for kind in ("AssistedCandidateGenerator", "AssistedCandidateGeneratorDifferentTokenizers",
@@ -113,7 +119,7 @@ base.update_candidate_strategy = update
 
 def load(name):
     folder = resolve_model_folder(name, with_weights=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     model.generation_config.num_assistant_tokens = K
     model.generation_config.num_assistant_tokens_schedule = "constant"
     model.generation_config.assistant_confidence_threshold = 0.0
