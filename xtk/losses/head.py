@@ -350,7 +350,7 @@ class _GroupLogSumExp:
         self, parts: list[SoftmaxReads], statistics: ChunkStatistics, log_totals: Tensor, log_normalizer: Tensor
     ) -> None:
         alternatives = iter(statistics.alternative_logits)
-        values, groups, self._sizes, self._counts = list[Tensor](), list[Tensor](), list[int](), list[list[int]]()
+        values, groups, self._counts = list[Tensor](), list[Tensor | None](), list[list[int]]()
         of_statistics = zip(parts, statistics.entry_logits, statistics.remainder_sums, strict=True)
         for part, logits, left in of_statistics:
             log_remainders = left
@@ -364,14 +364,26 @@ class _GroupLogSumExp:
                 groups.append(part.alternatives.groups)
                 self._counts[-1].append(part.alternatives.num_groups)
         self._sizes = [len(some) for some in values]
+        # As for cells of one token each without remainders: all sums are the values.
+        self._is_identity = all(some is None or not len(some) for some in groups)
+        self.of_parts = self._by_part(values if self._is_identity else self._sums_of_groups(values, groups))
+
+    def _by_part(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        each = iter(tensors)
+        return [[next(each) for _ in counts] for counts in self._counts]
+
+    def _sums_of_groups(self, values: list[Tensor], groups: list[Tensor | None]) -> Sequence[Tensor]:
         counts = list(itertools.chain.from_iterable(self._counts))
         firsts = [0, *itertools.accumulate(counts)]
-        self._groups = torch.cat([
-            some + first if first and len(some) else some for some, first in zip(groups, firsts, strict=False)
-        ])  # fmt: skip
-        log_sums = self._log_sums(torch.cat(values), firsts[-1])
-        split = iter(torch.split(log_sums, counts))
-        self.of_parts = [[next(split) for _ in some] for some in self._counts]
+        shifted = []
+        for some, first, count in zip(groups, firsts, counts, strict=False):
+            if some is None:
+                some = torch.arange(first, first + count, dtype=torch.int32, device=values[0].device)
+            elif first and len(some):
+                some = some + first
+            shifted.append(some)
+        self._groups = torch.cat(shifted)
+        return torch.split(self._log_sums(torch.cat(values), firsts[-1]), counts)
 
     def _log_sums(self, values: Tensor, count: int) -> Tensor:
         if values.device.type == "cpu":
@@ -384,12 +396,12 @@ class _GroupLogSumExp:
         self._softmax = exponentials.div_(sums[groups])
         return sums.log() + highest
 
-    def gradients(self, of_log_sums: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield for each part the gradients of its log-probabilities, given those of all sums in `of_parts`."""
+    def gradients(self, of_log_sums: list[Tensor]) -> list[list[Tensor]]:
+        """Return for each part the gradients of its log-probabilities, given those of all sums in `of_parts`."""
+        if self._is_identity:
+            return self._by_part(of_log_sums)
         together = self._softmax.mul_(torch.cat(of_log_sums)[self._groups])
-        split = iter(torch.split(together, self._sizes))
-        for counts in self._counts:
-            yield [next(split) for _ in counts]
+        return self._by_part(torch.split(together, self._sizes))
 
 
 def _log_probs(entries: EntryGroups, logits: Tensor, log_totals: Tensor) -> Tensor:

@@ -140,6 +140,8 @@ def generation_mode(model: Any, stop_ids: Collection[int] = ()) -> Iterator[None
     model.eval()
     # The model's own may have penalties, top_p ...
     model.generation_config = GenerationConfig(eos_token_id=sorted(stop_ids) or None)
+    # On a CPU, a product of the last positions of a batch of prompts, a view, with a bf16 head takes minutes.
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: (given[0].contiguous(),))
     try:
         if own == packed_attention.ATTENTION_NAME:  # it supports neither KV caches nor left padding
             try:
@@ -149,6 +151,7 @@ def generation_mode(model: Any, stop_ids: Collection[int] = ()) -> Iterator[None
         with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
             yield
     finally:
+        hook.remove()
         if own == packed_attention.ATTENTION_NAME:
             model.set_attn_implementation(own)
         model.generation_config = options

@@ -330,7 +330,9 @@ class LossCells:
         if bool(self.has_remainder.any()):
             averaged = self.rows_averaged.to(dtype)
             weights = averaged if log_weights is None else log_weights.exp().mul_(averaged)
-        cells = EntryGroups(self.rows.long(), self.tokens, self.entry_cells, len(self.teacher_probs), log_weights)
+        has_one_each = bool((torch.diff(self.entry_offsets) == 1).all())
+        groups = None if has_one_each else self.entry_cells
+        cells = EntryGroups(self.rows.long(), self.tokens, groups, len(self.teacher_probs), log_weights)
         return cells, weights, None
 
     def remainder_rows(self) -> tuple[Tensor, Tensor, Tensor]:

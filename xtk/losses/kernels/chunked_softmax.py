@@ -47,14 +47,14 @@ class EntryGroups:
 
     Attributes:
         rows, tokens: [entries].
-        groups: [entries], sorted; a group may be empty.
+        groups: [entries], sorted; a group may be empty. None: each entry is a group.
         num_groups: number of groups.
         log_weights: [entries], log of the factor of each probability; None: 0.
     """
 
     rows: Tensor
     tokens: Tensor
-    groups: Tensor
+    groups: Tensor | None
     num_groups: int
     log_weights: Tensor | None = None
 
