@@ -210,8 +210,9 @@ def rollout(options: RolloutOptions) -> None:
         if figures is None:
             model = ModelRef(folder, adapter, options.dtype, options.trust_remote_code, student)
             config = BackendConfig(model, tokenizer, options.batch_tokens, own_options)
-            rollouts = generate(backend.open(config))
-            figures = _write_rollouts(output.path, rollouts, len(prompts), corpus.columns, request)
+            generator = backend.open(config)
+            rollouts = generate(generator)
+            figures = _write_rollouts(output.path, rollouts, len(prompts), corpus.columns, request, generator)
             for name, count in rewards.unscored.items():
                 terminal.note(f"rollout: {count:,} rollouts have no {name} reward; their data lacks what it needs")
     summary = figures.summary()
@@ -251,7 +252,12 @@ def _checked_output(path: str, inputs: list[str], *, force: bool) -> Output[Roll
 
 
 def _write_rollouts(
-    path: Path, groups: Iterator[tuple[Prompt, list[Rollout]]], count: int, columns: dict[str, str], request: str
+    path: Path,
+    groups: Iterator[tuple[Prompt, list[Rollout]]],
+    count: int,
+    columns: dict[str, str],
+    request: str,
+    generator: Generator,
 ) -> RolloutStatistics:
     from xtk.errors import XtkError
     from xtk.files.output import write_output
@@ -263,6 +269,7 @@ def _write_rollouts(
         temporary.open("w", encoding="utf-8") as stream,
         Progress("rollout", count, "prompts") as progress,
     ):
+        progress.get_detail = lambda: f"{max(figures.tokens, generator.num_sampled):,} tokens"
         for prompt, rollouts in groups:
             for one in rollouts:
                 if one.unusable_reason:
@@ -272,7 +279,7 @@ def _write_rollouts(
                     stream.write(json_line(number_line(waiting.pop(), figures.rollouts - 1, is_last=False)))
                 waiting.append(rollout_to_json(one, prompt, columns, request))
                 figures.add_record(waiting[0])
-            progress.advance(1, f"{figures.tokens:,} tokens")
+            progress.advance(1)
         if waiting:
             stream.write(json_line(number_line(waiting.pop(), figures.rollouts - 1, is_last=True)))
         stream.flush()

@@ -176,7 +176,9 @@ def evaluate_answers(
     answered, not_finite = np.zeros(len(prompts), np.bool_), np.zeros(len(prompts), np.bool_)
     index_of = {prompt.number: at for at, prompt in enumerate(prompts)}
     mine = prompts[process_share.rank :: process_share.num_processes]
+    before = generator.num_sampled
     with Progress("evaluate", len(mine), "problems") as progress:
+        progress.get_detail = lambda: f"{generator.num_sampled - before:,} tokens"
         for group in _batched(mine, max(1, COMPLETIONS_PER_BATCH // num_generations)):
             rollouts = generate_rollouts(
                 group, generator, tokenizer, sampling, num_generations=num_generations, seed=seed,

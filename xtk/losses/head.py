@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -350,7 +350,7 @@ class _GroupLogSumExp:
         self, parts: list[SoftmaxReads], statistics: ChunkStatistics, log_totals: Tensor, log_normalizer: Tensor
     ) -> None:
         alternatives = iter(statistics.alternative_logits)
-        values, groups, self._counts = list[Tensor](), list[Tensor | None](), list[list[int]]()
+        values, groups, self._counts = list[Tensor](), list[Tensor](), list[list[int]]()
         of_statistics = zip(parts, statistics.entry_logits, statistics.remainder_sums, strict=True)
         for part, logits, left in of_statistics:
             log_remainders = left
@@ -364,25 +364,22 @@ class _GroupLogSumExp:
                 groups.append(part.alternatives.groups)
                 self._counts[-1].append(part.alternatives.num_groups)
         self._sizes = [len(some) for some in values]
-        # As for cells of one token each without remainders: all sums are the values.
-        self._is_identity = all(some is None or not len(some) for some in groups)
+        # With one entry a group and nothing else, the sums are the values.
+        self._is_identity = all(
+            part.cells.has_one_each and not part.num_remainders and part.alternatives is None for part in parts
+        )
         self.of_parts = self._by_part(values if self._is_identity else self._sums_of_groups(values, groups))
 
     def _by_part(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         each = iter(tensors)
         return [[next(each) for _ in counts] for counts in self._counts]
 
-    def _sums_of_groups(self, values: list[Tensor], groups: list[Tensor | None]) -> Sequence[Tensor]:
+    def _sums_of_groups(self, values: list[Tensor], groups: list[Tensor]) -> Sequence[Tensor]:
         counts = list(itertools.chain.from_iterable(self._counts))
         firsts = [0, *itertools.accumulate(counts)]
-        shifted = []
-        for some, first, count in zip(groups, firsts, counts, strict=False):
-            if some is None:
-                some = torch.arange(first, first + count, dtype=torch.int32, device=values[0].device)
-            elif first and len(some):
-                some = some + first
-            shifted.append(some)
-        self._groups = torch.cat(shifted)
+        self._groups = torch.cat([
+            some + first if first and len(some) else some for some, first in zip(groups, firsts, strict=False)
+        ])  # fmt: skip
         return torch.split(self._log_sums(torch.cat(values), firsts[-1]), counts)
 
     def _log_sums(self, values: Tensor, count: int) -> Tensor:

@@ -16,7 +16,7 @@ class VocabularyArray:
 
     Attributes:
         values: the array, which must not change.
-        copies: its copies by device, for `vocabulary_tensor`.
+        copies: its copies by device, for `vocabulary_tensor`, and other tensors that follow from it.
     """
 
     def __init__(self, values: NDArray[Any]) -> None:

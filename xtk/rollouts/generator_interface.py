@@ -75,7 +75,14 @@ class Completion:
 
 
 class Generator(Backend, ABC):
-    """A generation backend. New weights clear all state of the old ones (prefix caches)."""
+    """A generation backend. New weights clear all state of the old ones (prefix caches).
+
+    Attributes:
+        num_sampled: tokens sampled so far, those of running calls included, for progress; a backend that learns of them
+            only with the completions leaves it at 0.
+    """
+
+    num_sampled: int = 0
 
     @abstractmethod
     def __init__(self, config: BackendConfig) -> None: ...

@@ -162,6 +162,7 @@ class ServerGenerator(Generator):
                 endpoint, sends = attempts[-1]
                 # After an update meanwhile, the completion is at least partly from older weights.
                 if await self._kept_weights(endpoint) and sends == self._num_sends[endpoint.url]:
+                    self.num_sampled += len(completion.ids)
                     return completion
             raise XtkError(
                 f"the server lost the student's weights {MAX_WEIGHT_LOSSES} times during one completion",

@@ -86,6 +86,11 @@ class TransformersGenerator(Generator):
         from transformers import GenerationConfig
         from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
+        def is_finished(input_ids: Tensor, scores: Any) -> Tensor:
+            finished = sampled_batch.is_finished(input_ids, scores)
+            self.num_sampled += sampled_batch.num_active
+            return finished
+
         self._inner.generate(
             input_ids=sampled_batch.ids,
             attention_mask=sampled_batch.attention_mask,
@@ -93,7 +98,7 @@ class TransformersGenerator(Generator):
                 max_new_tokens=max(sampled_batch.max_lengths), do_sample=False, use_cache=True, pad_token_id=0
             ),
             logits_processor=LogitsProcessorList([sampled_batch.sample_next]),
-            stopping_criteria=StoppingCriteriaList([sampled_batch.is_finished]),
+            stopping_criteria=StoppingCriteriaList([is_finished]),
         )
 
     def update_weights(self, weights: str | Path | Iterable[tuple[str, Tensor]]) -> None:
@@ -140,7 +145,7 @@ def generation_mode(model: Any, stop_ids: Collection[int] = ()) -> Iterator[None
     model.eval()
     # The model's own may have penalties, top_p ...
     model.generation_config = GenerationConfig(eos_token_id=sorted(stop_ids) or None)
-    # On a CPU, a product of the last positions of a batch of prompts, a view, with a bf16 head takes minutes.
+    # The last positions of a batch of prompts are a view, for which torch copies a bf16 head on a CPU once per prompt.
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: (given[0].contiguous(),))
     try:
         if own == packed_attention.ATTENTION_NAME:  # it supports neither KV caches nor left padding
@@ -181,6 +186,7 @@ class _SampledBatch:
         ids: int64 [B, T], the prompts, zero-padded on the left.
         attention_mask: int64 [B, T], 1 for prompt tokens.
         max_lengths: maximum sampled tokens of each completion.
+        num_active: completions that got a token in the last step.
     """
 
     def __init__(
@@ -201,7 +207,7 @@ class _SampledBatch:
         self._seeds = torch.from_numpy(seeds).to(device)
         self._stop_detectors = [StopStringDetector(tokenizer, sampling.stop) for _ in requests]
         self._sampled: list[list[int]] = [[] for _ in requests]
-        self._finishes = [""] * len(requests)
+        self._finishes, self.num_active = [""] * len(requests), 0
         self._logprobs: list[Tensor] = []
         self._top_ids: list[Tensor] = []
 
@@ -218,6 +224,7 @@ class _SampledBatch:
 
     def is_finished(self, input_ids: Tensor, scores: Any) -> Tensor:
         """Return bool [B], which completions have ended; a stopping criterion of `generate`."""
+        self.num_active = self._finishes.count("")
         for row, token in enumerate(input_ids[:, -1].tolist()):
             if not self._finishes[row]:
                 self._sampled[row].append(token)

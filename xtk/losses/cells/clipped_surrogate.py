@@ -43,7 +43,7 @@ class ClippedSurrogateCells(SpanProductCells):
 
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
         """Return the weighted sum of the surrogates, and update the statistics."""
-        log_probs = torch.cat(self.apply_prefix(cells, remainders))  # there are no remainders
+        log_probs = torch.cat(self.apply_prefix(cells, remainders, self.prefix_sums(cells)))  # there are no remainders
         ratios = (log_probs - self.sampling_logprobs).clamp_max(MAX_LOG_RATIO).exp()
         # min(ratio a, clip(ratio) a) is clipped from above for positive advantages, from below for all others.
         bounded = torch.where(self.advantages > 0, ratios.clamp_max(self.max_ratio), ratios.clamp_min(self.min_ratio))

@@ -330,9 +330,8 @@ class LossCells:
         if bool(self.has_remainder.any()):
             averaged = self.rows_averaged.to(dtype)
             weights = averaged if log_weights is None else log_weights.exp().mul_(averaged)
-        has_one_each = bool((torch.diff(self.entry_offsets) == 1).all())
-        groups = None if has_one_each else self.entry_cells
-        cells = EntryGroups(self.rows.long(), self.tokens, groups, len(self.teacher_probs), log_weights)
+        count, has_one_each = len(self.teacher_probs), bool((torch.diff(self.entry_offsets) == 1).all())
+        cells = EntryGroups(self.rows.long(), self.tokens, self.entry_cells, count, log_weights, has_one_each)
         return cells, weights, None
 
     def remainder_rows(self) -> tuple[Tensor, Tensor, Tensor]:

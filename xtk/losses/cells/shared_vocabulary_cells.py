@@ -19,7 +19,7 @@ from xtk.losses.kernels.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.losses.kernels.largest_tokens import LargestTokens
 from xtk.losses.kernels.sampled_support_correction import TeacherArrays
 from xtk.losses.kernels.shared_vocabulary_cells_numba import fill_shared_cells
-from xtk.parallel.host_to_device import to_device, vocabulary_tensor
+from xtk.parallel.host_to_device import to_device
 from xtk.projection.projection import TokenPairs
 from xtk.projection.vocabulary_array import VocabularyArray
 
@@ -82,11 +82,10 @@ class SharedVocabularyCells(LossCells):
         """Return the cells and the remainders, and the student's mass on tokens that are not shared."""
         reads = super().softmax_reads(dtype)
         nothing, device = torch.zeros(self.num_items, dtype=torch.int64), self.rows.device
-        paired_tokens = vocabulary_tensor(self.paired_tokens, device)
         return replace(
             reads,
             remainder_log_weights=torch.zeros_like(reads.remainder_log_weights),
-            largest=LargestTokens(self.first_rows, nothing, to_device(nothing[:0], device), paired_tokens),
+            largest=LargestTokens(self.first_rows, nothing, to_device(nothing[:0], device), self.paired_tokens),
         )
 
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:

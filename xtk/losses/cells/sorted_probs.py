@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, Self
 
 import numpy as np
@@ -16,7 +17,7 @@ from xtk.losses.kernels.chunked_softmax import SoftmaxReads
 from xtk.losses.kernels.largest_tokens import LargestTokens
 from xtk.losses.kernels.sampled_support_correction import TeacherArrays
 from xtk.losses.kernels.sorted_probs_numba import fill_paired_cells
-from xtk.parallel.host_to_device import to_device, vocabulary_tensor
+from xtk.parallel.host_to_device import to_device
 from xtk.projection.vocabulary_array import VocabularyArray
 
 
@@ -110,9 +111,7 @@ class SortedProbCells(SpanProductCells):
     def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
         """Return the cells, and the largest tokens of the last rows."""
         counts = torch.diff(self.rank_offsets)
-        excluded = self.excluded_tokens
-        tokens = None if excluded is None else vocabulary_tensor(excluded, self.rank_probs.device)
-        largest = LargestTokens(self.rank_rows.long(), counts, self._rank_items, tokens)
+        largest = LargestTokens(self.rank_rows.long(), counts, self._rank_items, self.excluded_tokens)
         return replace(super().softmax_reads(dtype), largest=largest)
 
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
@@ -122,10 +121,11 @@ class SortedProbCells(SpanProductCells):
             others: [ranks], log-probabilities of the student's largest tokens, -inf where there are no more; and
                 [items], the student's probability of all tokens that are ranked.
         """
-        value = super().value(cells, remainders)
+        sums = self.prefix_sums(cells)
+        value = self.divergence_of_products(cells, remainders, sums)
         log_probs, masses = others
         items, teacher_probs = self._rank_items, self.rank_probs.to(log_probs.dtype)
-        factors = self.prefix_logprobs(cells).exp().to(log_probs.dtype)
+        factors = self.prefix_logprobs(sums).exp().to(log_probs.dtype)
         probs, masses = log_probs.exp() * factors[items], masses * factors
         after_last_rank = (masses - torch.zeros_like(masses).index_add(0, items, probs)).clamp_min(0)
         highest, lowest = (one.to(log_probs.dtype) for one in (self.max_remainder, self.min_remainder))
@@ -135,7 +135,7 @@ class SortedProbCells(SpanProductCells):
             by_rank, outside = by_rank * self.weights[items], outside * self.weights
         return value + by_rank.sum() + outside.sum()
 
-    @property
+    @cached_property
     def _rank_items(self) -> Tensor:
         """int64 [ranks], the item of each rank, on the device."""
         counts = torch.diff(self.rank_offsets)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from xtk.losses.cells.loss_cells import LossCells, group_logsumexp
 from xtk.losses.interface import ItemRanges, LossInputs, range_indices
 from xtk.losses.kernels.chunked_softmax import SoftmaxReads
-from xtk.parallel.host_to_device import to_device
+from xtk.parallel.host_to_device import to_device_together
 
 # Lower bound of 1 - P in the formula near P = 1, to keep it and its gradient finite.
 MIN_TEMPERED_REMAINDER = 1e-30
@@ -82,39 +83,63 @@ class SpanProductCells(LossCells):
 
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
         """Return the weighted sum of the divergence between final cells, multiplied by their prefixes."""
-        return self.divergence_sum(*self.apply_prefix(cells, remainders), self._cells_of_kind(prefix=False))
+        return self.divergence_of_products(cells, remainders, self.prefix_sums(cells))
 
-    def prefix_logprobs(self, cells: Tensor) -> Tensor:
-        """Return [items], fp64, the log-probability of each item's prefix, from [cells], those in their own rows."""
-        sums, starts = self._cumulative_sums(cells), self._prefix_starts
-        stops = to_device(starts + self.num_prefix_tokens, cells.device)
-        return sums[stops] - sums[to_device(starts, cells.device)]
+    def divergence_of_products(self, cells: Tensor, remainders: Tensor, sums: Tensor) -> Tensor:
+        """Return the same from the sums of `prefix_sums`."""
+        return self.divergence_sum(*self.apply_prefix(cells, remainders, sums), self._cells_of_kind(prefix=False))
 
-    def apply_prefix(self, cells: Tensor, remainders: Tensor) -> tuple[Tensor, Tensor]:
+    def prefix_sums(self, cells: Tensor) -> Tensor:
+        """Return [prefix cells + 1], fp64, the cumulative sum of their log-probabilities, from those of all cells."""
+        # Over all items: fp64, because differences of it are small.
+        logprobs = cells[self._places.prefix].double()
+        return torch.cat([logprobs.new_zeros(1), logprobs.cumsum(0)])
+
+    def prefix_logprobs(self, sums: Tensor) -> Tensor:
+        """Return [items], fp64, the log-probability of each item's prefix, from the sums of `prefix_sums`."""
+        places = self._places
+        return sums[places.item_stops] - sums[places.item_starts]
+
+    def apply_prefix(self, cells: Tensor, remainders: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of final cells and remainders, multiplied by the prefixes.
 
         Args:
             cells: [cells], log-probabilities in their own rows.
             remainders: [remainder rows], log-probabilities of each row's remainder.
+            sums: from `prefix_sums`.
 
         Returns:
             [final cells] and [items with a remainder], fp64.
         """
-        device, sums, starts = cells.device, self._cumulative_sums(cells), self._prefix_starts
-        final = self._cells_of_kind(prefix=False)
-        items = self.cell_items[final]
-        stops = to_device((starts + self.num_prefix_tokens)[items], device)
-        logprobs = cells[to_device(final, device)].double() + sums[stops] - sums[to_device(starts[items], device)]
-        row_items, groups, within = self.remainder_rows()
-        firsts = starts[row_items]
-        stops, firsts = to_device(firsts + within, device), to_device(firsts, device)
-        remainders = remainders.double() + sums[stops] - sums[firsts]
-        owners = self.has_remainder.nonzero()[:, 0]
-        log_remainders = group_logsumexp(remainders, to_device(groups, device), len(owners))
+        places = self._places
+        logprobs = cells[places.final].double() + sums[places.final_stops] - sums[places.final_starts]
+        remainders = remainders.double() + sums[places.remainder_stops] - sums[places.remainder_starts]
+        log_remainders = group_logsumexp(remainders, places.remainder_groups, len(places.owners))
         if self.temperature == 1:
             return logprobs, log_remainders
-        tempered = log_tempered_remainder(logprobs[to_device(owners, device)], log_remainders, self.temperature)
+        tempered = log_tempered_remainder(logprobs[places.owners], log_remainders, self.temperature)
         return logprobs / self.temperature, tempered
+
+    @cached_property
+    def _places(self) -> _Places:
+        """The indices that all methods use, copied to the device together."""
+        starts = self.num_prefix_tokens.cumsum(0) - self.num_prefix_tokens
+        stops, final = starts + self.num_prefix_tokens, self._cells_of_kind(prefix=False)
+        items = self.cell_items[final]
+        row_items, groups, within = self.remainder_rows()
+        places = _Places(
+            prefix=self._cells_of_kind(prefix=True),
+            final=final,
+            final_starts=starts[items],
+            final_stops=stops[items],
+            item_starts=starts,
+            item_stops=stops,
+            remainder_starts=starts[row_items],
+            remainder_stops=starts[row_items] + within,
+            remainder_groups=groups,
+            owners=self.has_remainder.nonzero()[:, 0],
+        )
+        return _Places(*to_device_together(places, self.teacher_probs.device))
 
     def _cells_of_kind(self, *, prefix: bool) -> Tensor:
         """Return the indices of the prefix cells, or of the final cells."""
@@ -122,16 +147,25 @@ class SpanProductCells(LossCells):
         within = torch.arange(len(items)) - self.cell_offsets[:-1][items]
         return ((within < self.num_prefix_tokens[items]) == prefix).nonzero()[:, 0]
 
-    @property
-    def _prefix_starts(self) -> Tensor:
-        """int64 [C], the first prefix cell of each item in the list of all of them."""
-        return self.num_prefix_tokens.cumsum(0) - self.num_prefix_tokens
 
-    def _cumulative_sums(self, cells: Tensor) -> Tensor:
-        """Return [prefix cells + 1], the cumulative sum of their log-probabilities."""
-        prefix = to_device(self._cells_of_kind(prefix=True), cells.device)
-        # Over all items: fp64, because differences of it are small.
-        return torch.cat([cells.new_zeros(1, dtype=torch.float64), cells[prefix].double().cumsum(0)])
+class _Places(NamedTuple):
+    """Indices on the device, int64; starts and stops are in the sums of `SpanProductCells.prefix_sums`.
+
+    Attributes:
+        prefix, final: in the cells.
+        owners: the items with a remainder.
+    """
+
+    prefix: Tensor
+    final: Tensor
+    final_starts: Tensor
+    final_stops: Tensor
+    item_starts: Tensor
+    item_stops: Tensor
+    remainder_starts: Tensor
+    remainder_stops: Tensor
+    remainder_groups: Tensor
+    owners: Tensor
 
 
 def log_tempered_remainder(log_probs: Tensor, log_remainders: Tensor, temperature: float) -> Tensor:

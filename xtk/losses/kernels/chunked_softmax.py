@@ -47,16 +47,18 @@ class EntryGroups:
 
     Attributes:
         rows, tokens: [entries].
-        groups: [entries], sorted; a group may be empty. None: each entry is a group.
+        groups: [entries], sorted; a group may be empty.
         num_groups: number of groups.
         log_weights: [entries], log of the factor of each probability; None: 0.
+        has_one_each: whether each group is known to have one entry.
     """
 
     rows: Tensor
     tokens: Tensor
-    groups: Tensor | None
+    groups: Tensor
     num_groups: int
     log_weights: Tensor | None = None
+    has_one_each: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from xtk.losses.kernels import chunked_softmax_numba
 from xtk.parallel.host_to_device import to_device
+from xtk.projection.vocabulary_array import VocabularyArray
 
 # Rows at a time where a mask is applied, so that the copy is small compared to the chunk.
 BLOCK_ROWS = 32
@@ -41,17 +42,21 @@ class LargestTokens:
     rows: Tensor
     counts: Tensor
     rank_items: Tensor
-    excluded_tokens: Tensor | None
+    excluded_tokens: VocabularyArray | None
 
     def included_mask(self, start: int, width: int, dtype: torch.dtype) -> Tensor | None:
         """Return [width], 1 for ranked tokens from token id `start` on, 0 for excluded ones; None: all are ranked."""
         if self.excluded_tokens is None:
             return None
-        tokens = self.excluded_tokens.long() - start
-        # Those of other columns go to one more element, which is cut off: a selection would wait for the device.
-        tokens = tokens.masked_fill((tokens < 0) | (tokens >= width), width)
-        mask = torch.ones(width + 1, dtype=dtype, device=self.excluded_tokens.device)
-        return mask.index_fill_(0, tokens, 0)[:width]
+        device, copies = self.rank_items.device, self.excluded_tokens.copies
+        key = (device, dtype, start, width)
+        if key not in copies:  # it is the same for all chunks
+            columns = torch.from_numpy(self.excluded_tokens.values).long() - start
+            mask = torch.ones(width, dtype=dtype)
+            mask[columns[(columns >= 0) & (columns < width)]] = 0
+            copies[key] = to_device(mask, device)
+        kept: Tensor = copies[key]
+        return kept
 
     def find(self, logits: Tensor, first: int, start: int) -> LargestLogits:
         """Return the largest logits of each item in a window [n, width] with first row `first`, first token `start`."""
