@@ -9,7 +9,7 @@
 #   PROMPTS=16 TEST_PROMPTS=4 LENGTH=64 TEST_LENGTH=64 STEPS=10 BATCH=4 BLOCKS=1,2,4,8 SEED=0
 #   OBJECTIVES="tvd forward-kl mixture" DTYPE=auto
 # DTYPE=bfloat16 is faster where the processor has instructions for it (avx512_bf16, amx_bf16); auto: float32 on a CPU.
-# With GGUF_CONVERTER=llama.cpp/convert_hf_to_gguf.py, the last trained draft also becomes FOLDER/release/model.gguf.
+# With GGUF_CONVERTER=llama.cpp/convert_hf_to_gguf.py, the first trained draft also becomes FOLDER/release/model.gguf.
 set -euo pipefail
 if [ -z "${XTK_DATA:-}" ] || [ -z "${3:-}" ]; then
   echo "skipped: set XTK_DATA, and give FOLDER TARGET DRAFT" >&2
@@ -70,35 +70,41 @@ done
 if [ -n "$family" ]; then ln -sfn "$family" family && drafts="$drafts family"; fi
 
 # For llama.cpp; transformers and vLLM load the folder of the draft.
-[ -z "$converter" ] || xtk export "${objectives##* }" -o release --gguf f16 --gguf-converter "$converter"
+[ -z "$converter" ] || xtk export "${objectives%% *}" -o release --gguf f16 --gguf-converter "$converter"
 
-# The estimate from the cache, then real blocks: greedy and sampled.
+# The estimate from the cache, then real blocks: greedy and sampled, all drafts on the same prompts.
 for name in $drafts; do
   [ -s estimate-$name.json ] || { xtk evaluate $name cache-held-out --json > part.json && mv part.json estimate-$name.json; }
-  for temperature in 0 1; do
-    result=measured-$name-$temperature.json
-    [ -s $result ] || { xtk evaluate-draft $name "$target" test.jsonl --apply-chat-template --temperature $temperature \
-      --max-completion-length "$test_length" --num-draft-tokens "$blocks" --dtype "$dtype" --seed "$seed" --html $name-$temperature.html --force --json \
-      > part.json && mv part.json $result; }
-  done
+done
+best=${objectives%% *} others=()
+for name in $drafts; do
+  [ "$name" = "$best" ] || others+=(--compare-to "$name")
+done
+for temperature in 0 1; do
+  result=measured-$temperature.json
+  [ -s $result ] || { xtk evaluate-draft "$best" "$target" test.jsonl "${others[@]}" --apply-chat-template \
+    --temperature $temperature --max-completion-length "$test_length" --num-draft-tokens "$blocks" --dtype "$dtype" \
+    --seed "$seed" --html draft-$temperature.html --force --json > part.json && mv part.json $result; }
 done
 
 # The original draft with its own tokenizer: re-tokenized proposals (greedy) and the vocabularies' intersection (sampled),
-# as transformers does it; then the last trained draft as an assistant of transformers.
-python - "$target" "$draft" "${drafts% family}" "$test_length" "$dtype" <<'PYTHON'
+# as transformers does it; then the first trained draft as an assistant of transformers.
+python - "$target" "$draft" "$best" "$test_length" "$seed" "$dtype" <<'PYTHON'
 import json, sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation import candidate_generator
 
+from xtk.evaluation.standard_errors import Ratio
 from xtk.models.resolver import resolve_model_folder
 
-target_name, draft_name, drafts, length = sys.argv[1], sys.argv[2], sys.argv[3].split(), int(sys.argv[4])
-dtype = torch.bfloat16 if sys.argv[5] == "bfloat16" else torch.float32
+target_name, draft_name, trained = sys.argv[1:4]
+length, seed, dtype = int(sys.argv[4]), int(sys.argv[5]), torch.bfloat16 if sys.argv[6] == "bfloat16" else torch.float32
 K = 4
-proposed, accepted, blocks = [], [], []
+proposed, accepted = [], []
 for kind in ("AssistedCandidateGenerator", "AssistedCandidateGeneratorDifferentTokenizers",
              "UniversalSpeculativeDecodingGenerator"):  # fmt: skip
     class_ = getattr(candidate_generator, kind)
@@ -127,25 +133,30 @@ def load(name):
 
 target, tokenizer = load(target_name)
 prompts = [json.loads(line)["prompt"] for line in Path("test.jsonl").read_text().splitlines()]
-for label, name in {"intersection": draft_name, "transformers": drafts[-1]}.items():
+for label, name in {"intersection": draft_name, "transformers": trained}.items():
     assistant, assistant_tokenizer = load(name)
     more = {} if name != draft_name else {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
-    for sampled in (False, True):
+    for sampled in (False, True) if label == "intersection" else (False,):
         if Path(f"measured-{label}-{int(sampled)}.json").exists():
             continue
-        proposed.clear(), accepted.clear()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
+        counts = []  # of each prompt: accepted proposals, verified ones, blocks
         for prompt in prompts:
+            proposed.clear(), accepted.clear()
             ids = tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
             with torch.no_grad():
                 target.generate(**ids, assistant_model=assistant, do_sample=sampled, max_new_tokens=length,
                                 **({"top_k": 0, "top_p": 1.0, "temperature": 1.0} if sampled else {}), **more)
-        pairs = list(zip(proposed, accepted, strict=False))
-        rejected = sum(matches < count for count, matches in pairs)
-        figures = {"acceptance": sum(accepted) / max(1, sum(accepted) + rejected), "num_draft_tokens": K,
-                   "accepted_length": sum(accepted) / len(accepted) + 1, "blocks": len(accepted)}
+            rejected = sum(matches < count for count, matches in zip(proposed, accepted))
+            counts.append((sum(accepted), sum(accepted) + rejected, len(accepted)))
+        of_prompts = dict(zip(("accepted", "verified", "blocks"), np.array(counts, float).T))
+        acceptance = Ratio(of_prompts["accepted"], of_prompts["verified"]).estimate()
+        length_of_block = Ratio(of_prompts["accepted"] + of_prompts["blocks"], of_prompts["blocks"]).estimate()
+        figures = {"num_draft_tokens": K, "blocks": int(of_prompts["blocks"].sum()),
+                   "acceptance": acceptance.value, "acceptance_error": acceptance.finite_error,
+                   "accepted_length": length_of_block.value, "accepted_length_error": length_of_block.finite_error}
         Path(f"measured-{label}-{int(sampled)}.json").write_text(json.dumps(figures))
 PYTHON
 
@@ -154,11 +165,14 @@ python - $drafts <<'PYTHON'
 import json, sys
 from pathlib import Path
 
+records = [json.loads(Path(f"measured-{temperature}.json").read_text()) for temperature in (0, 1)]
+
 def numbers(name, temperature):
-    record = json.loads(Path(f"measured-{name}-{temperature}.json").read_text())
-    if "block_sizes" not in record:
-        return record
-    return next((one for one in record["block_sizes"] if one["num_draft_tokens"] == 4), record["block_sizes"][-1])
+    if name == "intersection":
+        return json.loads(Path(f"measured-{name}-{temperature}.json").read_text())
+    record = records[temperature]
+    blocks = next(one for one in (record, *record["compared"]) if one["draft"] == name)["block_sizes"]
+    return next((one for one in blocks if one["num_draft_tokens"] == 4), blocks[-1])
 
 def cell(record, key, digits=3):
     error = record.get(f"{key}_error")
@@ -175,4 +189,9 @@ for name in ("intersection", *sys.argv[1:]):
         name, cell(greedy, "acceptance"), cell(estimate, "top1_agreement"), cell(greedy, "accepted_length", 2),
         cell(greedy, "speed_up", 2), ", ".join(ratios), cell(sampled, "acceptance"),
         cell(estimate, "acceptance_on_text"), cell(sampled, "accepted_length", 2)]), "|")
+for temperature, record in enumerate(records):
+    print(f"temperature {temperature}: a draft step costs {record['cost_ratio']:.3f} target steps, verifying a block of "
+          f"{record['block_sizes'][-1]['num_draft_tokens']} {record['block_sizes'][-1]['verification_cost']:.2f}; "
+          f"acceptance of {record['draft']} minus that of "
+          + ", ".join(f"{one['draft']}: {cell(one['block_sizes'][-1], 'acceptance_difference')}" for one in record["compared"]))
 PYTHON

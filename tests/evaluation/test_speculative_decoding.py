@@ -195,6 +195,17 @@ def test_measures_of_known_blocks():
     assert record["by_cost_ratio"]["0.05"]["expected_speed_up"] == pytest.approx(2.4 / 1.1)
 
 
+def test_the_difference_of_two_drafts_is_paired_over_prompts():
+    alone = [completion_of([0] * 4, 0, 4.0) for _ in range(3)]
+    good = BlockSizeMeasures(2, [completion_of(blocks, 2, 1.0) for blocks in ([2, 2], [2, 1], [1, 0])], alone)
+    poor = BlockSizeMeasures(2, [completion_of(blocks, 2, 1.0) for blocks in ([1, 1], [1, 0], [0, 0])], alone)
+    difference = good.acceptance_minus(poor)
+    assert difference.value == pytest.approx(good.acceptance.value - poor.acceptance.value)
+    unpaired = math.hypot(good.acceptance.finite_error, poor.acceptance.finite_error)
+    assert 0 < difference.finite_error < unpaired
+    assert good.acceptance_minus(good).finite_error == 0
+
+
 def test_break_even_is_where_the_expected_length_is_the_cost():
     assert expected_length(0.5, 2) == pytest.approx((1 - 0.5**3) / (1 - 0.5))
     assert expected_length(1.0, 3) == 4
@@ -226,6 +237,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("draft")
     make_teacher(folder / "target")
     make_teacher(folder / "draft", seed=2)
+    make_teacher(folder / "other", seed=3)
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text[:30]}) + "\n" for text in sentences(3)))
     return folder
 
@@ -249,9 +261,29 @@ def test_the_command_writes_results_and_a_page(models):
     assert [[block[name] for name in same] for block in again["block_sizes"]] == [
         [block[name] for name in same] for block in record["block_sizes"]
     ]
+    assert again["compared"] == []
     printed = run_here(*arguments, cwd=models).stdout
     assert "acceptance by position in the block" in printed
     assert "a draft step costs" in printed
+
+
+def test_drafts_are_compared_on_the_same_prompts(models):
+    arguments = ["target", "prompts.jsonl", "--num-draft-tokens", "2", "--max-completion-length", 8, "--temperature", 1]
+    alone = {
+        name: json.loads(run_here("evaluate-draft", name, *arguments, "--json", cwd=models).stdout)
+        for name in ("draft", "other")
+    }
+    together = ["evaluate-draft", "draft", *arguments, "--compare-to", "other"]
+    record = json.loads(run_here(*together, "--json", cwd=models).stdout)
+    (block,), (compared,) = record["block_sizes"], record["compared"]
+    (other,) = compared["block_sizes"]
+    for name, one in {"draft": record, "other": compared}.items():
+        assert one["draft"] == name
+        for key in ("acceptance", "accepted_length"):
+            assert one["block_sizes"][0][key] == alone[name]["block_sizes"][0][key]
+    assert other["acceptance_difference"] == pytest.approx(block["acceptance"] - other["acceptance"])
+    assert "draft minus other" in run_here(*together, cwd=models).stdout
+    assert "given twice" in run_here(*together, "--compare-to", "other", cwd=models, code=1).stderr
 
 
 def test_a_draft_with_another_vocabulary_is_refused(models, pair):

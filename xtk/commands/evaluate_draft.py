@@ -10,7 +10,12 @@ import typer
 
 from xtk import terminal
 from xtk.commands.evaluate_answers import EvaluateAnswersOptions
-from xtk.commands.evaluated_models import LoadedModelOptions, ModelFolders, load_model_and_tokenizer
+from xtk.commands.evaluated_models import (
+    LoadedModelOptions,
+    ModelFolders,
+    difference_heading,
+    load_model_and_tokenizer,
+)
 from xtk.errors import XtkError
 from xtk.options.declaration import (
     REQUIRED,
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from xtk.evaluation.draft_acceptance import StepCosts
+    from xtk.evaluation.draft_acceptance import BlockSizeMeasures, StepCosts
     from xtk.evaluation.speculative_decoding import SpeculativeDecoder
     from xtk.text.tokenizer import Tokenizer
 
@@ -52,13 +57,13 @@ class EvaluateDraftOptions(
     """Options of `xtk evaluate-draft`."""
 
     MAIN_OPTIONS = (
-        "num_draft_tokens", "max_completion_length", "temperature", "max_prompts", "columns", "apply_chat_template",
-        "cost_ratios", "dtype", "html", "as_json",
+        "num_draft_tokens", "compare_to", "max_completion_length", "temperature", "max_prompts", "columns",
+        "apply_chat_template", "cost_ratios", "dtype", "html", "as_json",
     )  # fmt: skip
     HEADINGS = (
         Heading("Prompts", (CorpusOptions, "max_prompts", PromptOptions)),
         Heading("Generation", ("num_draft_tokens", "max_completion_length", "temperature", "top_p", "top_k", "seed")),
-        Heading("Results", ("cost_ratios", "html")),
+        Heading("Results", ("compare_to", "cost_ratios", "html")),
         Heading("Models", (LoadedModelOptions,)),
     )
 
@@ -74,6 +79,11 @@ class EvaluateDraftOptions(
         "Tokens that the draft proposes at once; each number is measured separately.",
         metavar="K,...",
         comma_separated=True,
+    )
+    compare_to: tuple[str, ...] = option(
+        (),
+        "Another draft to measure on the same prompts; reports DRAFT minus OTHER, paired by prompt. Repeatable.",
+        metavar="OTHER",
     )
     max_completion_length: int = redeclared(
         SamplingOptions,
@@ -106,6 +116,7 @@ def evaluate_draft(options: EvaluateDraftOptions) -> None:
     Examples:
         xtk evaluate-draft ./draft ./target prompts.jsonl --apply-chat-template
         xtk evaluate-draft ./draft ./target prompts.jsonl --temperature 0.8 --top-p 0.95 --html draft.html
+        xtk evaluate-draft ./draft ./target prompts.jsonl --compare-to ./start --num-draft-tokens 4
     """
     terminal.set_quiet(options.quiet)
     if options.temperature == 0 and (flags := flags_of_set_options(options, ["top_p", "top_k"])):
@@ -116,10 +127,10 @@ def evaluate_draft(options: EvaluateDraftOptions) -> None:
     sizes = [int(number) for number in numbers]
     ratios = _numbers(options.cost_ratios, "--cost-ratios", MAX_COST_RATIO)
     request = _page_request(options)
-    prompts, decoder, tokenizer = _load(options, sizes[-1])
-    record, costs = _measured(options, prompts, decoder, tokenizer, sizes, ratios)
+    prompts, decoders, tokenizer = _load(options, sizes[-1])
+    record = _measured(options, prompts, decoders, tokenizer, sizes, ratios)
     tables = _tables(record, ratios)
-    summary = _summary(record, costs)
+    summary = _summary(record)
     if options.html:
         from xtk.pages.draft_html import draft_page
         from xtk.pages.html_page import write_page
@@ -157,15 +168,15 @@ def _page_request(options: EvaluateDraftOptions) -> str:
 
     values = {name: value for name, value in dataclasses.asdict(options).items() if name not in ("force", "quiet")}
     request = sha256(canonical_json(values))
-    inputs = [options.draft, options.target, *options.prompts]
+    inputs = [options.draft, *options.compare_to, options.target, *options.prompts]
     Output(Path(options.html), PAGE, force=options.force, inputs=inputs).find_finished(request)
     return request
 
 
 def _load(
     options: EvaluateDraftOptions, largest: int
-) -> tuple[list[tuple[NDArray[np.int32], int]], SpeculativeDecoder, Tokenizer]:
-    """Return the prompts with the maximum lengths of their completions, the decoder, and the target's tokenizer."""
+) -> tuple[list[tuple[NDArray[np.int32], int]], list[SpeculativeDecoder], Tokenizer]:
+    """Return the prompts with the maximum lengths of their completions, a decoder per draft, the target's tokenizer."""
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.evaluation.speculative_decoding import CachedModel, SpeculativeDecoder
     from xtk.models.causal_lm import max_context_length
@@ -182,7 +193,7 @@ def _load(
 
     folders: dict[str, ModelFolders] = {
         name: base_model_and_adapter(resolve_model_folder(name, with_weights=True))
-        for name in (options.target, options.draft)
+        for name in (options.target, options.draft, *options.compare_to)
     }
     tokenizer = _shared_tokenizer(options, folders)
     corpus = Corpus(options.prompts, parse_columns_option(options.columns), options.max_document_bytes)
@@ -197,9 +208,9 @@ def _load(
     limits = [limit for model in models if (limit := max_context_length(model.config)) is not None]
     context = min(limits) - largest if limits else None
     lengths = [max_new_tokens(GenerationRequest(ids, ()), sampling, context, options.target) for ids in token_lists]
-    target, draft = (CachedModel(model, len(tokenizer)) for model in models)
-    decoder = SpeculativeDecoder(target, draft, sampling, tokenizer.stop_ids)
-    return list(zip(token_lists, lengths, strict=True)), decoder, tokenizer
+    target, *drafts = (CachedModel(model, len(tokenizer)) for model in models)
+    decoders = [SpeculativeDecoder(target, draft, sampling, tokenizer.stop_ids) for draft in drafts]
+    return list(zip(token_lists, lengths, strict=True)), decoders, tokenizer
 
 
 def _shared_tokenizer(options: EvaluateDraftOptions, folders: dict[str, ModelFolders]) -> Tokenizer:
@@ -208,47 +219,71 @@ def _shared_tokenizer(options: EvaluateDraftOptions, folders: dict[str, ModelFol
     from xtk.models.resolver import ModelRef
     from xtk.text.tokenizer import Tokenizer
 
-    if options.draft == options.target:
+    drafts = (options.draft, *options.compare_to)
+    if options.target in drafts:
         raise XtkError(
-            "DRAFT and TARGET name the same model", where=options.draft, hint="give a smaller model as DRAFT"
+            "DRAFT and TARGET name the same model", where=options.target, hint="give a smaller model as DRAFT"
         )
+    if len(set(drafts)) < len(drafts):
+        raise XtkError("a draft is given twice", where=", ".join(drafts), hint="remove one of them")
     tokenizers = {}
     for name, (folder, adapter) in folders.items():
         tokenizers[name] = Tokenizer(folder, name=name, start_token=options.start_token)
         check_loadable(ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code), tokenizers[name])
-    target, draft = (tokenizers[name].vocabulary for name in (options.target, options.draft))
-    if target.bytes_by_id != draft.bytes_by_id or target.special_tokens != draft.special_tokens:
-        raise XtkError(
-            f"the draft has another vocabulary than the target: {len(draft):,} and {len(target):,} tokens",
-            where=f"{options.draft}, {options.target}",
-            hint=f"give the draft the target's tokenizer: xtk transplant {options.draft} {options.target} -o DRAFT; "
-            "docs/how-to/draft-models.md",
-        )
+    target = tokenizers[options.target].vocabulary
+    for name in drafts:
+        draft = tokenizers[name].vocabulary
+        if target.bytes_by_id != draft.bytes_by_id or target.special_tokens != draft.special_tokens:
+            raise XtkError(
+                f"the draft has another vocabulary than the target: {len(draft):,} and {len(target):,} tokens",
+                where=f"{name}, {options.target}",
+                hint=f"give the draft the target's tokenizer: xtk transplant {name} {options.target} -o DRAFT; "
+                "docs/how-to/draft-models.md",
+            )
     return tokenizers[options.target]
 
 
 def _measured(
     options: EvaluateDraftOptions,
     prompts: list[tuple[NDArray[np.int32], int]],
-    decoder: SpeculativeDecoder,
+    decoders: list[SpeculativeDecoder],
     tokenizer: Tokenizer,
     sizes: list[int],
     ratios: list[float],
-) -> tuple[dict[str, Any], StepCosts]:
-    """Return the JSON record, and the costs of steps."""
-    from xtk.evaluation.draft_acceptance import failures_by_category, measure_draft
+) -> dict[str, Any]:
+    """Return the JSON record."""
+    from xtk.evaluation.draft_acceptance import measure_drafts
 
     token_lists, lengths = zip(*prompts, strict=True)
-    blocks, costs = measure_draft(decoder, token_lists, sizes, lengths, options.seed)
-    categories = failures_by_category([one for block in blocks for one in block.completions], tokenizer)
-    records = [block.to_json(costs, ratios) for block in blocks]
-    best = max(records, key=lambda one: one["speed_up"])
-    record = {
-        "draft": options.draft,
+    measured = measure_drafts(decoders, token_lists, sizes, lengths, options.seed)
+    names = (options.draft, *options.compare_to)
+    records = [_draft_record(name, *one, tokenizer, ratios) for name, one in zip(names, measured, strict=True)]
+    for (blocks, _), record in zip(measured[1:], records[1:], strict=True):
+        for block, first, block_record in zip(blocks, measured[0][0], record["block_sizes"], strict=True):
+            difference = first.acceptance_minus(block)
+            block_record["acceptance_difference"] = difference.value
+            block_record["acceptance_difference_error"] = difference.finite_error
+    return {
         "target": options.target,
         "data": options.prompts[0] if len(options.prompts) == 1 else list(options.prompts),
         **{name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "seed")},
         "prompts": len(prompts),
+        **records[0],
+        "compared": records[1:],
+    }
+
+
+def _draft_record(
+    name: str, blocks: list[BlockSizeMeasures], costs: StepCosts, tokenizer: Tokenizer, ratios: list[float]
+) -> dict[str, Any]:
+    """Return the JSON record of one draft."""
+    from xtk.evaluation.draft_acceptance import failures_by_category
+
+    categories = failures_by_category([one for block in blocks for one in block.completions], tokenizer)
+    records = [block.to_json(costs, ratios) for block in blocks]
+    best = max(records, key=lambda one: one["speed_up"])
+    return {
+        "draft": name,
         "tokens": sum(len(one.ids) for block in blocks for one in block.completions),
         "draft_step_seconds": costs.draft,
         "target_step_seconds": costs.target,
@@ -256,10 +291,10 @@ def _measured(
         "block_sizes": records,
         "best_num_draft_tokens": best["num_draft_tokens"] if best["speed_up"] > 1 else 0,
         "categories": {
-            name: {"verified": verified, "rejected": rejected} for name, (verified, rejected) in categories.items()
+            category: {"verified": verified, "rejected": rejected}
+            for category, (verified, rejected) in categories.items()
         },
     }
-    return record, costs
 
 
 def _tables(record: dict[str, Any], ratios: list[float]) -> list[Table]:
@@ -291,10 +326,31 @@ def _tables(record: dict[str, Any], ratios: list[float]) -> list[Table]:
     title = f"{record['draft']} as a draft of {record['target']}, {record['prompts']:,} prompts"
     return [
         (title, heads, rows),
+        *_comparison(record),
         ("acceptance by position in the block",
          ["position", *(f"{block['num_draft_tokens']} draft tokens" for block in blocks)], positions),
         ("rejected proposals by text category", ["category", "% of proposals", "rejected"], categories),
     ]  # fmt: skip
+
+
+def _comparison(record: dict[str, Any]) -> list[Table]:
+    """Return a table of all drafts by block size, if there are several."""
+    rows = [
+        [
+            one["draft"],
+            str(block["num_draft_tokens"]),
+            *(format_with_error(block[name], block[f"{name}_error"]) for name in ("acceptance", "accepted_length")),
+            format_with_error(block["speed_up"], block["speed_up_error"]),
+            format_with_error(block["acceptance_difference"], block["acceptance_difference_error"])
+            if "acceptance_difference" in block
+            else "",
+        ]
+        for one in (record, *record["compared"])
+        for block in one["block_sizes"]
+    ]
+    drafts = [one["draft"] for one in (record, *record["compared"])]
+    heads = ["draft", "draft tokens", "acceptance", "accepted length", "speed-up", difference_heading(drafts)]
+    return [("comparison on the same prompts", heads, rows)] if record["compared"] else []
 
 
 def _acceptance(figures: dict[str, Any]) -> str:
@@ -308,12 +364,12 @@ def _position(block: dict[str, Any], at: int) -> str:
     return format_with_error(block["acceptance_by_position"][at], block["acceptance_by_position_error"][at])
 
 
-def _summary(record: dict[str, Any], costs: StepCosts) -> str:
+def _summary(record: dict[str, Any]) -> str:
     """Return the costs and the best block size in words."""
-    best = record["best_num_draft_tokens"]
-    text = (
-        f"a draft step costs {costs.ratio:.3f} target steps ({costs.draft * 1e3:.1f} ms, {costs.target * 1e3:.1f} ms); "
+    best, draft, target = (
+        record[name] for name in ("best_num_draft_tokens", "draft_step_seconds", "target_step_seconds")
     )
+    text = f"a draft step costs {record['cost_ratio']:.3f} target steps ({draft * 1e3:.1f} ms, {target * 1e3:.1f} ms); "
     if not best:
         return text + "no block size is faster than the target alone on this machine"
     return text + f"best on this machine: {best} draft tokens"

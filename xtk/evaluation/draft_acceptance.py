@@ -94,6 +94,12 @@ class BlockSizeMeasures:
         )
         return _jackknife(table, lambda sums: float((sums[0] / sums[1]) / (sums[2] / sums[3])))
 
+    def acceptance_minus(self, other: BlockSizeMeasures) -> Estimate:
+        """Difference of acceptance from another draft's, with the error of the difference over the same prompts."""
+        (verified, accepted), (others_verified, others_accepted) = self._counts, other._counts
+        table = np.stack([some.sum(1) for some in (accepted, verified, others_accepted, others_verified)], 1)
+        return _jackknife(table, lambda sums: float(sums[0] / sums[1] - sums[2] / sums[3]))
+
     def to_json(self, costs: StepCosts, cost_ratios: Sequence[float]) -> dict[str, Any]:
         """Return all measures; numbers that are not finite are None."""
         k, length = self.num_draft_tokens, self.accepted_length.value
@@ -139,34 +145,45 @@ def break_even_acceptance(num_draft_tokens: int, cost: float) -> float | None:
     return high
 
 
-def measure_draft(
-    decoder: SpeculativeDecoder,
+def measure_drafts(
+    decoders: Sequence[SpeculativeDecoder],
     prompts: Sequence[NDArray[np.int32]],
     block_sizes: Sequence[int],
     max_lengths: Sequence[int],
     seed: int = 0,
-) -> tuple[list[BlockSizeMeasures], StepCosts]:
-    """Continue each prompt by the target alone, and with blocks of each size, one after the other.
+) -> list[tuple[list[BlockSizeMeasures], StepCosts]]:
+    """Continue each prompt by the target alone, and with blocks of each size and draft, one after the other.
 
     Args:
+        decoders: one per draft, with the same target.
         prompts: int32 [T], at least one token each.
         block_sizes: proposals per block, at least 1 each.
         max_lengths: maximum length of each completion; the last block is complete.
         seed: of the random numbers, with the index of a prompt.
+
+    Returns:
+        For each draft, the measures by block size, and the costs of steps.
     """
-    sizes = [0, *block_sizes]
-    completions: dict[int, list[SpeculativeCompletion]] = {size: [] for size in sizes}
-    with Progress("evaluate-draft", len(prompts) * len(sizes), "completions") as progress:
+    alone: list[SpeculativeCompletion] = []
+    completions: list[dict[int, list[SpeculativeCompletion]]] = [{size: [] for size in block_sizes} for _ in decoders]
+    total = len(prompts) * (1 + len(decoders) * len(block_sizes))
+    with Progress("evaluate-draft", total, "completions") as progress:
         for number, (prompt, length) in enumerate(zip(prompts, max_lengths, strict=True)):
-            for size in sizes:
-                key = (seed * 1_000_003 + number) * 1_000 + size
-                completions[size].append(decoder.generate(prompt, size, length, key))
-                progress.advance(1)
-    alone = decoder.target.step_seconds
-    drafts = [seconds for steps in decoder.draft.step_seconds.values() for seconds in steps]
-    verifications = {size: statistics.median(alone[size + 1]) for size in block_sizes}
-    costs = StepCosts(statistics.median(drafts), statistics.median(alone[1]), verifications)
-    return [BlockSizeMeasures(size, completions[size], completions[0]) for size in block_sizes], costs
+            key = (seed * 1_000_003 + number) * 1_000
+            alone.append(decoders[0].generate(prompt, 0, length, key))
+            progress.advance(1)
+            for decoder, by_size in zip(decoders, completions, strict=True):
+                for size in block_sizes:
+                    by_size[size].append(decoder.generate(prompt, size, length, key + size))
+                    progress.advance(1)
+    of_target = decoders[0].target.step_seconds
+    verifications = {size: statistics.median(of_target[size + 1]) for size in block_sizes}
+    results = []
+    for decoder, by_size in zip(decoders, completions, strict=True):
+        drafts = [seconds for steps in decoder.draft.step_seconds.values() for seconds in steps]
+        costs = StepCosts(statistics.median(drafts), statistics.median(of_target[1]), verifications)
+        results.append(([BlockSizeMeasures(size, by_size[size], alone) for size in block_sizes], costs))
+    return results
 
 
 def failures_by_category(
