@@ -61,6 +61,7 @@ class Size:
     seeds: int = 3
     problems: int = 0
     teacher_answers: int = 1  # whether the test set includes the teacher's answers
+    bf16: int = 0  # whether the teacher computes in bf16, and the student trains in it over float32 weights
     weights: tuple[float, ...] = (0.0, 0.3, 1.0, 3.0)
     learning_rates: tuple[float, ...] = (1e-4,)
 
@@ -119,7 +120,9 @@ class Experiment:
         if self.pair.data == "maths":
             self._write_right_answers()
         for part, options in (("train", []), ("test", ["--top-k", TOP_K, "--precision", "float32"])):
-            command("cache-teacher", self.teacher, self.texts(part), *options, "-o", f"{self.caches}-{part}")
+            command(
+                "cache-teacher", self.teacher, self.texts(part), *options, *self.dtype, "-o", f"{self.caches}-{part}"
+            )
         if self.pair.tokenizer:
             tokenizer = self.teacher.with_name(self.pair.tokenizer)
             transplanted = self.folder / f"{self.student.stem}-with-{tokenizer.stem}-tokens"
@@ -127,6 +130,11 @@ class Experiment:
             self.student = transplanted
         if self.pair.data == "maths" and self.pair.student == GEMMA:
             self.student = with_chat_template(self.student, self.folder / f"{self.student.stem}-chat")
+
+    @property
+    def dtype(self) -> list[str]:
+        """The option of the teacher's data type."""
+        return ["--dtype", "bfloat16"] if self.size.bf16 else []
 
     def texts(self, part: str) -> Path:
         """Return the file of the train, dev or test set; maths: the teacher's answers."""
@@ -145,7 +153,7 @@ class Experiment:
             prompts = texts.write_rows(self.data / f"{self.caches.name}-{part}-prompts.jsonl", rows)
             answers = self.data / f"{self.caches.name}-{part}-answers.jsonl"
             command("rollout", self.teacher, prompts, "--apply-chat-template", "--reward", REWARD, *GENERATION,
-                    "-o", answers)  # fmt: skip
+                    *self.dtype, "-o", answers)  # fmt: skip
             texts.write_rows(self.texts(part), right_answers(rows, _read_rows(answers), count))
 
     def answers(self, part: str) -> Path:
@@ -157,7 +165,7 @@ class Experiment:
             rows = _read_rows(self.texts(part))
             texts.write_rows(beginnings, [{"prompt": beginning(row["text"], self.pair.data)} for row in rows])
         output = self.data / f"{self.caches.name}-{part}-answers.jsonl"
-        command("rollout", self.teacher, beginnings, *GENERATION, "-o", output)
+        command("rollout", self.teacher, beginnings, *GENERATION, *self.dtype, "-o", output)
         return output
 
     def candidates(self, line: Line) -> list[Candidate]:
@@ -187,12 +195,14 @@ class Experiment:
         losses = [word for loss in line.losses for word in ("--loss", loss)]
         options = [*TRAINING, "--max-steps", self.size.steps, "--per-device-train-batch-size", self.size.batch,
                    "--learning-rate", f"{candidate.learning_rate:g}", "--seed", seed, "--eval-data", self.texts("dev"),
+                   *(["--mixed-precision", "bf16"] if self.size.bf16 else []),
                    *(self.teacher.with_name(word) if word in MODELS else word for word in line.options)]  # fmt: skip
         if line.source == "prompts":
             prompts = self.data / f"{self.caches.name}-train-prompts.jsonl"
             student = self._run_folder(Candidate(self.pair.default, self.size.learning_rates[0]), seed)
             student = student if line.continues else self.student
-            return ["distill-on-policy", student, prompts, "--teacher", self.teacher, *losses, *options,
+            teacher = f"{self.teacher}:dtype=bfloat16" if self.size.bf16 else self.teacher
+            return ["distill-on-policy", student, prompts, "--teacher", teacher, *losses, *options,
                     "--apply-chat-template", "--max-completion-length", 256]  # fmt: skip
         source = self.answers("train") if line.source == "answers" else f"{self.caches}-train"
         return ["distill", self.student, source, *losses, *options]
