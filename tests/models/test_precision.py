@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from xtk_processes import run_xtk
 
+from xtk import terminal
 from xtk.commands.cache_teacher import CacheTeacherOptions, _cache_request
 from xtk.commands.distill import read_configs, with_resolved_defaults
 from xtk.commands.distill_options import DistillOptions, OnPolicyDistillOptions
 from xtk.commands.recorded_run_options import recipe_options
 from xtk.losses.spec import parse_losses
+from xtk.models import precision
 from xtk.models.precision import describe_device, resolve_dtype
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.teachers.online_teacher import parse_online_teacher
@@ -59,6 +61,17 @@ def test_a_model_on_a_cpu_is_computed_in_float32(pair, tmp_path):
     assert resolve_dtype("auto", model) == "float32"
     options = CacheTeacherOptions(teacher=str(model), output="cache", data=("corpus.jsonl",))
     assert _cache_request(options, model, None).teacher.dtype == "float32"
+
+
+@pytest.mark.parametrize("capability", ["avx512_bf16", "amx_bf16", ""])
+def test_a_large_model_on_a_processor_with_bf16_has_a_note(pair, capability, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
+    monkeypatch.setattr(terminal._terminal, "noted", set())
+    assert resolve_dtype("auto", pair.teacher) == "float32"
+    assert "bf16" not in capsys.readouterr().err  # it is small
+    monkeypatch.setattr(precision, "NOTED_PARAMETERS", 1)
+    assert resolve_dtype("auto", pair.teacher) == "float32"
+    assert ("--dtype bfloat16" in capsys.readouterr().err) == bool(capability)
 
 
 def test_a_student_trains_in_bf16_with_a_token_budget_on_a_gpu(gpu):

@@ -7,18 +7,26 @@ from pathlib import Path
 
 import torch
 
+from xtk import terminal
 from xtk.models.safetensors_headers import read_weight_headers
 from xtk.writable_cache_folders import shared_memory_is_writable
 
 AUTO = "auto"
 GPU_BATCH_TOKENS = 16_384  # tokens of a forward pass that keep a GPU busy
 MAX_LOADER_WORKERS = 4
+NOTED_PARAMETERS = 100_000_000  # from here on, the time of a forward pass on a CPU is worth a note
 _DTYPE_NAMES = {"F32": "float32", "F64": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def has_bf16_gpu() -> bool:
     """Return whether this machine has a GPU that computes in bf16 without emulation."""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def has_bf16_processor() -> bool:
+    """Return whether the processor has instructions for products of bf16 numbers."""
+    known: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
 
 
 def resolve_dtype(dtype: str, folder: Path | None) -> str:
@@ -31,11 +39,19 @@ def resolve_dtype(dtype: str, folder: Path | None) -> str:
     """
     if dtype != AUTO:
         return dtype
-    if folder is None or not has_bf16_gpu():
+    if folder is None:
         return "float32"
     sizes: dict[str, int] = {}
     for kind, shape in read_weight_headers(folder, allow_missing=True).values():
         sizes[kind] = sizes.get(kind, 0) + int(torch.Size(shape).numel())
+    if not has_bf16_gpu():
+        count = sum(sizes.values())
+        if count >= NOTED_PARAMETERS and not torch.cuda.is_available() and has_bf16_processor():
+            terminal.note_once(
+                f"{folder.name}: {count / 1e6:,.0f} million parameters in float32; this processor is about "
+                "twice as fast in bf16: --dtype bfloat16, for a --teacher :dtype=bfloat16"
+            )
+        return "float32"
     return _DTYPE_NAMES.get(max(sizes, key=lambda kind: sizes[kind], default="BF16"), "bfloat16")
 
 
