@@ -67,7 +67,8 @@ for objective in $objectives; do
     --learning-rate 3e-4 --warmup-ratio 0.1 --save-steps 100 --mixed-precision "$precision" --seed "$seed" -o "$objective"
   drafts="$drafts $objective"
 done
-if [ -n "$family" ]; then ln -sfn "$family" family && drafts="$drafts family"; fi
+case $family in *.gguf) link=family.gguf ;; *) link=family ;; esac
+if [ -n "$family" ]; then ln -sfn "$family" $link && drafts="$drafts $link"; fi
 
 # For llama.cpp; transformers and vLLM load the folder of the draft.
 [ -z "$converter" ] || xtk export "${objectives%% *}" -o release --gguf f16 --gguf-converter "$converter"

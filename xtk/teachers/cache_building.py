@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +27,9 @@ from xtk.cache.writer import ShardedCacheWriter, mark_cache_unfinished, store_sh
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.files.storage_folders import open_folder
+from xtk.name_registry import load_registered
 from xtk.progress import Progress
+from xtk.teachers import BACKENDS
 from xtk.teachers.backend_interface import TeacherBackend
 from xtk.teachers.cache_build_config import (
     CacheRequest,
@@ -194,6 +197,7 @@ def cache_teacher(
     folder.check_as_output("a cache", (request.teacher.folder, *corpus.sources), force=force)
     tokenizer = request.teacher_tokenizer()
     sharding = sharding_options(request)
+    hashing = _start_hashing(request)
     # Data without candidate ids is refused before anything is written.
     plan = make_shard_plan(
         sharding,
@@ -202,6 +206,7 @@ def cache_teacher(
         lambda document, piece: candidate_ids_of([(document, piece)], request.support, corpus.name),
     )
     ranks = make_vocabulary_order(request.precision, tokenizer, plan)
+    hashing.join()
     opening = replace(request, backend_options={**request.backend_options, "longest": plan.max_chunk_tokens})
     header = make_cache_header(request, tokenizer, plan, ranks)
     job = CacheJob(opening, header, corpus, location, sharding, plan, ranks)
@@ -234,6 +239,20 @@ def cache_teacher(
             )
             return None
         return cache_figures(writer.finish())
+
+
+def _start_hashing(request: CacheRequest) -> threading.Thread:
+    """Read the weights, for their checksum, beside the planning of shards; an error is raised by the header."""
+
+    def read() -> None:
+        with contextlib.suppress(Exception):
+            load_registered(BACKENDS, request.backend, "backend").weights_identity(
+                request.teacher, request.backend_options
+            )
+
+    thread = threading.Thread(target=read, name="xtk-weight-hash", daemon=True)
+    thread.start()
+    return thread
 
 
 @contextlib.contextmanager
