@@ -89,7 +89,7 @@ def from_os_error(error: BaseException) -> XtkError | None:
             return XtkError(what, where=where or text, hint=hint)
     if type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported here
         hint = (
-            "distill: a smaller --max-batch-tokens or --per-device-train-batch-size, --gradient-checkpointing, "
+            "distill: a smaller --max-batch-tokens (16,384 by default on a GPU), --gradient-checkpointing, "
             "--lora-r, or --parallel fsdp=N on several GPUs; other commands: --dtype bfloat16, a smaller --batch-tokens"
         )
         return XtkError("the GPU has not enough memory", where=text.split(". GPU ")[0] or None, hint=hint)

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from reference_losses import random_case
@@ -19,6 +21,7 @@ from xtk.losses.head import fused_loss
 from xtk.models.output_head import HeadAdapter, OutputHead, compute_token_logprobs
 from xtk.parallel.host_to_device import to_device
 from xtk.projection.vocabulary_array import VocabularyArray
+from xtk.training.student_with_losses import StudentWithLoss
 
 CPU = torch.device("cpu")
 
@@ -74,6 +77,33 @@ def test_products_of_bf16_matrices_are_not_rounded_on_a_gpu(name, monkeypatch):
         assert (gradient - exact_gradient).norm() < 0.01 * exact_gradient.norm()
     assert cuda.operations["aten.addmm.dtype_out"] == 2 * cuda.operations["aten.mm.dtype_out"] > 0
     assert not cuda.operations["aten.mm.default"]
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_a_total_that_a_trainer_multiplies_has_multiplied_gradients(device):
+    """As transformers' trainer on several processes, and a gradient scaler, do."""
+    case = random_case(3, K=6)
+
+    class Split:
+        def __init__(self) -> None:
+            self.states, self.weight = (
+                to_device(one.float(), device).detach().requires_grad_() for one in (case.states[None], case.weight)
+            )
+            self.head = OutputHead(self.weight)
+
+        def __call__(self, input_ids, packed):
+            return self.states
+
+    def gradients(factor: float) -> list[Tensor]:
+        split, positions = Split(), np.arange(len(case.states))
+        total, _ = StudentWithLoss(split)(None, positions, [cells_of("ce", case).to(device, 1.0)])
+        (factor * total).backward()
+        return [to_host(leaf.grad) for leaf in (split.states, split.weight)]
+
+    with SimulatedCuda() if device == CUDA else contextlib.nullcontext():
+        for once, tripled in zip(gradients(1.0), gradients(3.0), strict=True):
+            assert once.norm() > 0
+            torch.testing.assert_close(tripled, 3 * once)
 
 
 @pytest.mark.parametrize(("names", "most"), [(("ce",), 33), (("ce", "byte-kl"), 131), (("gold",), 177)])

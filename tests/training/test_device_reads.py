@@ -50,7 +50,7 @@ def take_steps(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     student = BackboneWithHead(model)
     packed = recipe.packing and student.enable_packing()
-    wrapped = StudentWithLoss(student).train()
+    wrapped = StudentWithLoss(student, has_unit_gradient=True).train()
     device = CUDA if simulated else torch.device("cpu")
     if simulated:
         with SimulatedCuda():

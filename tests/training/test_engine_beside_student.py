@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import torch
 
-from xtk.training.student_generator import engine_beside_student, max_difference_in_float32
+from xtk.engines.backend import BackendConfig
+from xtk.models.resolver import ModelRef
+from xtk.training import student_generator
+from xtk.training.on_policy_config import OnPolicyConfig
+from xtk.training.student_generator import StudentGenerator, engine_beside_student, max_difference_in_float32
 
 
 def test_an_engine_on_the_device_of_the_student_leaves_memory_unless_the_user_chose():
     assert engine_beside_student({"max_model_len": 64}) == {"max_model_len": 64, "gpu_memory_utilization": 0.3}
     for chosen in ({"gpu_memory_utilization": 0.5}, {"kv_cache_memory_bytes": 1 << 30}):
         assert engine_beside_student(chosen) == chosen
+
+
+def test_the_engine_of_a_student_with_offloaded_weights_is_on_the_device_that_trains(monkeypatch, pair):
+    """FSDP with --fsdp-offload keeps the weights in CPU memory."""
+    opened = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(student_generator, "SubprocessGenerator", lambda *given: opened.append(given))
+    monkeypatch.setattr(student_generator.process_group, "world_size", lambda: 8)
+    monkeypatch.setattr(student_generator.process_group, "barrier", lambda: None)
+    model = SimpleNamespace(device=torch.device("cpu"), parameters=lambda: [torch.zeros(3)])
+    config = BackendConfig(ModelRef(pair.student), None, 64, {})
+    StudentGenerator(OnPolicyConfig(backend="vllm"), None, SimpleNamespace(model=model), torch.device("cuda", 5),
+                     config, lambda *_: None, Path("nowhere"), mixed_precision="bf16", seed=0)  # fmt: skip
+    ((given, name, devices),) = opened
+    assert name == "vllm"
+    assert devices == {"CUDA_VISIBLE_DEVICES": "5"}
+    assert given.options["engine"]["gpu_memory_utilization"] == student_generator.SHARED_DEVICE_PART
 
 
 def test_the_bound_of_float32_log_probabilities_allows_for_tf32_on_a_gpu():

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from xtk.models.resolver import ModelRef
 from xtk.parallel.graceful_stop import StopListener
 from xtk.runs.metrics_file import read_metrics
 from xtk.teachers.cache_building import cache_teacher
-from xtk.teachers.online_teacher import OnlineTeacher, parse_online_teacher
+from xtk.teachers.online_teacher import PART_BYTES, OnlineTeacher, parse_online_teacher
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
@@ -404,3 +405,14 @@ def test_runs_of_a_self_teacher_with_other_block_sizes_are_different_runs(pair, 
                "--per-device-train-batch-size", 4, "-o", tmp_path / "out"]  # fmt: skip
     run_xtk(*command, "--teacher-block-steps", 1)
     assert "--force" in run_xtk(*command, "--teacher-block-steps", 2, code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_position", "parts"),
+    [(600, [[0, 1, 2, 3, 4]]), (PART_BYTES // 100, [[0, 1], [2, 3], [4]]), (PART_BYTES, [[0], [1], [2], [3], [4]])],
+)
+def test_a_part_of_a_large_support_has_few_documents(bytes_per_position, parts):
+    """Every process receives the parts of all: with top_k=all, 16,384 tokens would be 20 GB of each."""
+    teacher = SimpleNamespace(bytes_per_position=bytes_per_position)
+    source = OnlineDocuments(["text"] * 5, [teacher], np.full((1, 5), 40, np.int32), [])
+    assert source.parts(0, np.arange(5)) == parts

@@ -41,7 +41,8 @@ from xtk.text.token_sequence import TokenSequence
 from xtk.text.tokenizer import Tokenizer
 
 DEFAULT_NUM_CANDIDATES = 32
-PART_TOKENS = 16384  # scored at once by one process: few, so that every process gets parts of a block
+# Scored at once by one process: few, so that every process gets parts of a block; and every process receives them all.
+PART_TOKENS, PART_BYTES = 16384, 64 << 20
 ENGINE_PREFIX = "engine."
 NUMERIC_OPTIONS = {
     "top_k": int,
@@ -134,9 +135,15 @@ class OnlineTeacher:
     @property
     def estimated_bytes_per_document(self) -> float:
         """Approximate mean size of the log-probabilities of a document, in bytes."""
-        plan, support = self._plan, self.request.support
+        plan = self._plan
         assert plan is not None, "read_corpus is called first"
-        return plan.num_positions / max(plan.num_chunks, 1) * 8 * (3 + (support.top_k or 64) + support.num_samples)
+        return plan.num_positions / max(plan.num_chunks, 1) * self.bytes_per_position
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Approximate size of the log-probabilities of a position, in bytes."""
+        support = self.request.support
+        return 8 * (3 + (support.top_k or 64) + support.num_samples)
 
     def read_corpus(self, corpus: Corpus, log_prefix: str) -> tuple[list[Document], NDArray[np.int32]]:
         """Read all data once, and return the documents as they will be scored.

@@ -29,7 +29,7 @@ from xtk.parallel.graceful_stop import StopListener
 from xtk.rollouts.prompts import PromptFormat, read_prompts
 from xtk.rollouts.rollout_record import Prompt
 from xtk.teachers.cache_shard_planning import Chunk
-from xtk.teachers.online_teacher import PART_TOKENS, OnlineTeacher, read_corpus_for_all
+from xtk.teachers.online_teacher import PART_BYTES, PART_TOKENS, OnlineTeacher, read_corpus_for_all
 from xtk.teachers.source import NO_ROW, TeacherSource
 from xtk.text.document import Document
 
@@ -101,12 +101,16 @@ class OnlineDocuments(TextDocuments):
         """Make the documents of a block ready to be scored; nothing to do here."""
 
     def parts(self, teacher: int, numbers: NDArray[np.int64]) -> list[list[int]]:
-        """Return the documents of a block that a teacher scores, in parts of at most `PART_TOKENS` tokens."""
+        """Return the documents of a block that a teacher scores, in parts of at most `PART_TOKENS` tokens.
+
+        They also have at most about `PART_BYTES` of log-probabilities, or one document.
+        """
+        most = min(PART_TOKENS, PART_BYTES // self.online_teachers[teacher].bytes_per_position)
         parts: list[list[int]] = []
         size = 0
         for number in numbers[self._sizes[teacher, numbers] >= 0].tolist():
             own = int(self._sizes[teacher, number])
-            if not parts or size + own > PART_TOKENS:
+            if not parts or size + own > most:
                 parts.append([])
                 size = 0
             parts[-1].append(number)

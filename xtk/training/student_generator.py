@@ -84,6 +84,7 @@ class StudentGenerator:
 
     Args:
         student: the student's model; unsharded for the transformers backend.
+        device: where it computes; offloaded weights are elsewhere.
         save_weights: writes the student's current weights into a folder, in a dtype or its own (collective).
 
     Attributes:
@@ -96,6 +97,7 @@ class StudentGenerator:
         on_policy: OnPolicyConfig,
         tokenizer: Tokenizer,
         student: BackboneWithHead,
+        device: torch.device,
         config: BackendConfig,
         save_weights: Callable[[Path, torch.dtype | None], None],
         output: Path,
@@ -103,7 +105,7 @@ class StudentGenerator:
         mixed_precision: str,
         seed: int,
     ) -> None:
-        self._on_policy, self._tokenizer, self._device = on_policy, tokenizer, student.model.device
+        self._on_policy, self._tokenizer, self._device = on_policy, tokenizer, device
         self._save, self._run_folder = save_weights, output / WEIGHTS_FOLDER
         self._shared: TemporaryDirectory[str] | None = None  # of the main process
         self._num_bytes = 4 * sum(weight.numel() for weight in student.model.parameters())

@@ -46,11 +46,18 @@ class StudentWithLoss(nn.Module):
 
     Args:
         frozen_student: the student before the run, for terms with a shifted target.
+        has_unit_gradient: as in `fused_loss`: no caller scales the total before the backward pass.
     """
 
-    def __init__(self, split_model: BackboneWithHead, frozen_student: BackboneWithHead | None = None) -> None:
+    def __init__(
+        self,
+        split_model: BackboneWithHead,
+        frozen_student: BackboneWithHead | None = None,
+        *,
+        has_unit_gradient: bool = False,
+    ) -> None:
         super().__init__()
-        self.split_model = split_model
+        self.split_model, self._has_unit_gradient = split_model, has_unit_gradient
         self._frozen = (frozen_student,)  # in a tuple: no submodule, so that neither its mode nor its weights change
 
     def forward(
@@ -82,7 +89,7 @@ class StudentWithLoss(nn.Module):
         if packed_sequence is not None and packed_sequence.num_ranks > 1:
             plan = StateExchange.make_plan(compared, terms, packed_sequence.group)
             states, terms = plan.exchange(states), plan.local_terms(terms)
-        return fused_loss(states, head, terms, has_unit_gradient=True)
+        return fused_loss(states, head, terms, has_unit_gradient=self._has_unit_gradient)
 
     def _states(
         self, model: BackboneWithHead, input_ids: Tensor, positions: NDArray[np.int64], packed: PackedSequence | None
@@ -160,7 +167,7 @@ def parallelize(
         raise XtkError(
             "--fsdp-offload needs --parallel fsdp=N or tp=N", hint="add --parallel fsdp=N, or remove --fsdp-offload"
         )
-    student = StudentWithLoss(student_model, frozen_student)
+    student = StudentWithLoss(student_model, frozen_student, has_unit_gradient=True)
     if parallel.is_sharded:
         if getattr(student_model.model, "quantization_method", None) or getattr(
             student_model.model, "is_quantized", False

@@ -75,6 +75,7 @@ class OnPolicyInputs(RunInputs):
             config,
             self.tokenizer,
             run.student,
+            run.accelerator.device,
             request,
             lambda folder, dtype: run.saver.write_student(folder, dtype=dtype) if run.saver is not None else None,
             run.output,
