@@ -20,6 +20,22 @@ def test_an_engine_on_the_device_of_the_student_leaves_memory_unless_the_user_ch
         assert engine_beside_student(chosen) == chosen
 
 
+def generator_of(backend, pair, device):
+    model = SimpleNamespace(device=torch.device("cpu"), parameters=lambda: [torch.zeros(3)])
+    config = BackendConfig(ModelRef(pair.student), None, 64, {})
+    return StudentGenerator(OnPolicyConfig(backend=backend), None, SimpleNamespace(model=model), device, config,
+                            lambda *_: None, Path("nowhere"), mixed_precision="bf16", seed=0)  # fmt: skip
+
+
+def test_generation_with_the_training_model_on_a_gpu_names_the_faster_engine(monkeypatch, pair):
+    monkeypatch.setattr(student_generator.process_group, "barrier", lambda: None)
+    described = {
+        device: generator_of("transformers", pair, torch.device(device)).describe(1) for device in ("cpu", "cuda")
+    }
+    assert "vllm" not in described["cpu"]
+    assert "--rollout-backend vllm is faster" in described["cuda"]
+
+
 def test_the_engine_of_a_student_with_offloaded_weights_is_on_the_device_that_trains(monkeypatch, pair):
     """FSDP with --fsdp-offload keeps the weights in CPU memory."""
     opened = []
@@ -27,10 +43,7 @@ def test_the_engine_of_a_student_with_offloaded_weights_is_on_the_device_that_tr
     monkeypatch.setattr(student_generator, "SubprocessGenerator", lambda *given: opened.append(given))
     monkeypatch.setattr(student_generator.process_group, "world_size", lambda: 8)
     monkeypatch.setattr(student_generator.process_group, "barrier", lambda: None)
-    model = SimpleNamespace(device=torch.device("cpu"), parameters=lambda: [torch.zeros(3)])
-    config = BackendConfig(ModelRef(pair.student), None, 64, {})
-    StudentGenerator(OnPolicyConfig(backend="vllm"), None, SimpleNamespace(model=model), torch.device("cuda", 5),
-                     config, lambda *_: None, Path("nowhere"), mixed_precision="bf16", seed=0)  # fmt: skip
+    generator_of("vllm", pair, torch.device("cuda", 5))
     ((given, name, devices),) = opened
     assert name == "vllm"
     assert devices == {"CUDA_VISIBLE_DEVICES": "5"}

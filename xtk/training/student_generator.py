@@ -265,6 +265,8 @@ class StudentGenerator:
             where = f"in a separate process on {f'GPU {devices}' if self._device.type == 'cuda' else 'the CPU'}"
         elif self._shares_device:
             where = f"in {num_processes} separate process(es), which sleep during training"
+        if self.uses_training_model and self._device.type == "cuda":
+            where += "; on a GPU --rollout-backend vllm is faster"
         return f"generation with {self._on_policy.backend} {where}"
 
 
