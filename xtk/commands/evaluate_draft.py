@@ -115,8 +115,7 @@ def evaluate_draft(options: EvaluateDraftOptions) -> None:
 
     Examples:
         xtk evaluate-draft ./draft ./target prompts.jsonl --apply-chat-template
-        xtk evaluate-draft ./draft ./target prompts.jsonl --temperature 0.8 --top-p 0.95 --html draft.html
-        xtk evaluate-draft ./draft ./target prompts.jsonl --compare-to ./start --num-draft-tokens 4
+        xtk evaluate-draft ./draft ./target prompts.jsonl --compare-to ./start --temperature 0.8
     """
     terminal.set_quiet(options.quiet)
     if options.temperature == 0 and (flags := flags_of_set_options(options, ["top_p", "top_k"])):
