@@ -1,4 +1,4 @@
-"""Runs that the attacks start from; attacks are slow tests, those with hostile input long ones."""
+"""Runs that the attacks start from; all attacks are long tests."""
 
 from __future__ import annotations
 
@@ -12,20 +12,12 @@ from xtk_processes import run_xtk
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-# Input that someone made to do harm. Every pull request meets the accidents: kills, full disks, damage, changed inputs.
-HOSTILE = ("test_artifact_names", "test_changes_while_running", "test_hostile_arrow", "test_hostile_servers",
-           "test_hostile_templates", "test_hostile_text", "test_hostile_tokenizers", "test_invalid_rollouts",
-           "test_keys_in_responses", "test_model_configurations", "test_mutated_artifacts", "test_sandbox_memory",
-           "test_terminal_escapes", "test_user_code", "test_weights")  # fmt: skip
-
-
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.slow)
-            if item.path.stem in HOSTILE:
-                item.add_marker(pytest.mark.long)
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session")
