@@ -153,9 +153,11 @@ def test_arrays_of_the_vocabularies_are_copied_to_a_device_once(name):
                       if isinstance(one := getattr(cells, field.name), VocabularyArray)]  # fmt: skip
             cuda.pinned.clear()
             fused_loss(*inputs, [cells.to(CUDA, 1.0)], 7)
-            sizes = {(len(one), one.values.dtype.itemsize) for one in arrays}
+            kept = [copy for one in arrays for copy in one.copies.values()]
+            sizes = {(one.numel(), one.element_size()) for one in kept}
             copies.append([(one.numel(), one.element_size()) for one in cuda.pinned.values()])
-            assert {one.copies[CUDA].device for one in arrays} == {CUDA}
+            assert {one.device for one in kept} == {CUDA}
+            assert all(one.copies for one in arrays)
     assert len(copies[0]) - len(copies[1]) == len(arrays)
     assert copies[1] == copies[2]
     assert sizes <= set(copies[0])
