@@ -22,6 +22,7 @@ class ScriptedGenerator:
     ) -> None:
         self.tokenizer, self.respond, self.context_length = tokenizer, respond, context
         self.requests: list[GenerationRequest] = []
+        self.num_sampled = 0
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
         self.requests += requests

@@ -146,7 +146,9 @@ def generation_mode(model: Any, stop_ids: Collection[int] = ()) -> Iterator[None
     # The model's own may have penalties, top_p ...
     model.generation_config = GenerationConfig(eos_token_id=sorted(stop_ids) or None)
     # The last positions of a batch of prompts are a view, for which torch copies a bf16 head on a CPU once per prompt.
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: (given[0].contiguous(),))
+    head, hooks = model.get_output_embeddings(), []
+    if head is not None:
+        hooks.append(head.register_forward_pre_hook(lambda _, given: (given[0].contiguous(),)))
     try:
         if own == packed_attention.ATTENTION_NAME:  # it supports neither KV caches nor left padding
             try:
@@ -156,7 +158,8 @@ def generation_mode(model: Any, stop_ids: Collection[int] = ()) -> Iterator[None
         with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
             yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         if own == packed_attention.ATTENTION_NAME:
             model.set_attn_implementation(own)
         model.generation_config = options
