@@ -145,6 +145,7 @@ class SimulatedCuda(TorchDispatchMode):
         self._patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
         self._patch.setattr(SimulatedCuda, "forbids_to_device", self._only_as_on_a_gpu)
         self._patch.setattr(torch.cuda, "Event", lambda: _Event(self))
+        self._patch.setattr(torch.cuda, "current_stream", _Stream)
         super().__enter__()
         self._names.__enter__()
         return self
@@ -221,14 +222,25 @@ class SimulatedCuda(TorchDispatchMode):
             raise RuntimeError(f"{func}: tensors on two devices")
 
 
+class _Stream:
+    """A stream of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device == CUDA
+
+    def wait_event(self, event: Any) -> None:
+        """Wait in the stream; the host does not."""
+
+
 class _Event:
     """An event in the queue of the simulated device."""
 
     def __init__(self, owner: SimulatedCuda) -> None:
         self._owner = owner
 
-    def record(self) -> None:
-        """Put the event into the queue."""
+    def record(self, stream: Any = None) -> None:
+        """Put the event into the queue of a stream, named by its device; without one it may be that of another GPU."""
+        assert stream is not None, "an event needs the stream of the device whose work it follows"
 
     def synchronize(self) -> None:
         """Wait for the event."""

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import torch
 
-from xtk.engines.backend import BackendConfig
+from xtk.engines.backend import SHARED_DEVICE_PART, BackendConfig, engine_beside_student
 from xtk.models.resolver import ModelRef
 from xtk.training import student_generator
 from xtk.training.on_policy_config import OnPolicyConfig
-from xtk.training.student_generator import StudentGenerator, engine_beside_student, max_difference_in_float32
+from xtk.training.student_generator import StudentGenerator, max_difference_in_float32
 
 
 def test_an_engine_on_the_device_of_the_student_leaves_memory_unless_the_user_chose():
@@ -47,7 +47,7 @@ def test_the_engine_of_a_student_with_offloaded_weights_is_on_the_device_that_tr
     ((given, name, devices),) = opened
     assert name == "vllm"
     assert devices == {"CUDA_VISIBLE_DEVICES": "5"}
-    assert given.options["engine"]["gpu_memory_utilization"] == student_generator.SHARED_DEVICE_PART
+    assert given.options["engine"]["gpu_memory_utilization"] == SHARED_DEVICE_PART
 
 
 def test_the_bound_of_float32_log_probabilities_allows_for_tf32_on_a_gpu():

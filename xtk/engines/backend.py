@@ -14,6 +14,8 @@ from xtk.name_registry import load_registered
 from xtk.options.spec_parsing import parse_pair
 from xtk.text.tokenizer import Tokenizer
 
+SHARED_DEVICE_PART = 0.3  # of the device's memory, for vLLM's weights and cache; vLLM's own default is 0.92
+
 
 @dataclass(frozen=True)
 class BackendConfig:
@@ -37,6 +39,12 @@ class Backend:
     def needs_subprocess(cls, engine: Mapping[str, Any]) -> bool:
         """Return whether it needs a subprocess during training, since it cannot release memory or devices itself."""
         return False
+
+
+def engine_beside_student(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return engine options with a limit of its memory, unless they have one: the student is on the same device."""
+    has_limit = engine.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"}
+    return dict(engine) if has_limit else {**engine, "gpu_memory_utilization": SHARED_DEVICE_PART}
 
 
 def backends_with(backends: Mapping[str, str], condition: Callable[[type[Backend]], bool]) -> str:

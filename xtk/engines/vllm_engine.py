@@ -131,8 +131,8 @@ class VllmEngine:
             hint = "unset VLLM_ENABLE_V1_MULTIPROCESSING: with 0, vLLM cannot start in a process that imported Numba"
         elif "out of memory" in text.lower() or "Engine" in text + type(cause).__name__:
             hint = (
-                "see vLLM's log above for the cause; if memory is short, use --engine gpu_memory_utilization=0.8 or a "
-                "smaller --batch-tokens"
+                "see vLLM's log above for the cause; if memory is short, use --engine gpu_memory_utilization=0.8 (less "
+                "beside a student; of a --teacher: engine.gpu_memory_utilization) or a smaller --batch-tokens"
             )
         return XtkError(f"{message}: {type(cause).__name__}: {text[:500]}", where=self.name, hint=hint)
 

@@ -57,6 +57,12 @@ class SpeculativeCompletion:
         return first, second
 
 
+def _wait_for_device(values: Tensor) -> None:
+    """Wait until values are computed, for times."""
+    if values.device.type == "cuda":
+        torch.cuda.synchronize(values.device)
+
+
 @dataclass
 class CachedModel:
     """A causal language model with the key-value cache of one text.
@@ -90,14 +96,13 @@ class CachedModel:
         # Layers of full length, also for sliding windows, whose masks come from the model: they can be cropped.
         self._cache, self.length = DynamicCache(), 0
         if ids:
-            self._forward(ids, 1)
+            _wait_for_device(self._forward(ids, 1))
 
     def next_logits(self, ids: Sequence[int], rows: int) -> Tensor:
         """Append tokens, and return float32 logits [rows, V] after each of the last ones."""
         start = time.perf_counter()
         logits = self._forward(ids, rows)
-        if logits.device.type == "cuda":
-            torch.cuda.synchronize(logits.device)
+        _wait_for_device(logits)
         self.step_seconds.setdefault(len(ids), []).append(time.perf_counter() - start)
         return logits
 

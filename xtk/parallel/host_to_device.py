@@ -54,7 +54,7 @@ def start_copy_to_host(values: Tensor) -> Callable[[], Tensor]:
     host = torch.empty(values.shape, dtype=values.dtype).pin_memory()
     host.copy_(values, non_blocking=True)
     copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
+    copied.record(torch.cuda.current_stream(values.device))  # of a teacher on several GPUs, not the current one
 
     def wait() -> Tensor:
         copied.synchronize()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from xtk.cache.teacher_document import TeacherDocument, teacher_tokens, without_bytes
 from xtk.cache.teacher_logprobs import StoredLogprobs, make_support
 from xtk.data.corpus_reader import Corpus, CorpusFingerprint, InMemoryCorpus
-from xtk.engines.backend import backend_options, backends_with
+from xtk.engines.backend import backend_options, backends_with, engine_beside_student
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES
 from xtk.models.precision import AUTO, resolve_dtype
@@ -183,6 +183,8 @@ class OnlineTeacher:
         if support.num_sample_sets:
             support = replace(support, seed=support.seed + epoch)
         options = {**self.request.backend_options, "longest": longest}
+        if self.request.backend == "vllm" and not self.devices and torch.cuda.is_available():
+            options["engine"] = engine_beside_student(options.get("engine") or {})  # it stays on the device
         request = replace(self.request, support=support, backend_options=options)
         job = ScoringJob(request, self.header)
         if student_model is not None:

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from xtk import terminal
 from xtk.batches.micro_batches import pad_or_pack
-from xtk.engines.backend import BackendConfig, backends_with
+from xtk.engines.backend import BackendConfig, backends_with, engine_beside_student
 from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX
 from xtk.models.backbone_with_head import BackboneWithHead
@@ -45,7 +45,6 @@ from xtk.training.on_policy_config import OnPolicyConfig
 from xtk.training.student_with_losses import TokenBatch, forward_student, reshard_weights
 
 WEIGHTS_FOLDER = f"{TEMPORARY_PREFIX}weights"
-SHARED_DEVICE_PART = 0.3  # of the device's memory, for vLLM's weights and cache; vLLM's own default is 0.92
 
 
 def check_generation_backend(on_policy: OnPolicyConfig, parallel: ParallelConfig) -> None:
@@ -67,12 +66,6 @@ def check_engine_can_load(on_policy: OnPolicyConfig, student: StudentModelConfig
         f"--rollout-backend {on_policy.backend} cannot load the weights of a student with {option}",
         hint="use --rollout-backend transformers, or remove this option",
     )
-
-
-def engine_beside_student(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return engine options with a limit of its memory, unless they have one: the student is on the same device."""
-    has_limit = engine.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"}
-    return dict(engine) if has_limit else {**engine, "gpu_memory_utilization": SHARED_DEVICE_PART}
 
 
 class StudentGenerator:

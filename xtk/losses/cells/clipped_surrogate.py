@@ -50,6 +50,8 @@ class ClippedSurrogateCells(SpanProductCells):
         with torch.no_grad():
             clipped = (bounded != ratios) & (self.advantages != 0)
             counted = torch.ones_like(ratios) if self.weights is None else (self.weights != 0).to(ratios)
-            self.ratio_statistics.add_(torch.stack([counted.sum(), counted @ ratios, counted @ clipped.to(ratios)]))
+            self.ratio_statistics.add_(
+                torch.stack([counted.sum(), (counted * ratios).sum(), (counted * clipped).sum()])
+            )
         values = -bounded * self.advantages
         return (values if self.weights is None else values * self.weights).sum()
