@@ -47,7 +47,7 @@ FLOORS = [
      2_420),
     ("evaluation",
      "bits per byte, answers scored by rewards, lm-evaluation-harness, draft models",
-     2_490),  # to reach: 2,300
+     2_500),  # to reach: 2,300
     ("training",
      "`distill`: configuration, loop, step, on-policy, held-out; `kinds/`: the four kinds of runs",
      4_160),
