@@ -137,6 +137,7 @@ def run_changed(changed: Path, *arguments: object) -> subprocess.CompletedProces
     return done
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_loss_a_teacher_and_an_option_are_one_file_and_one_line_each(changed, pair, corpus, tmp_path):
     cache, output = tmp_path / "cache", tmp_path / "run"

@@ -97,6 +97,7 @@ def test_a_run_that_is_out_of_time_is_requeued_and_equals_an_uninterrupted_run(p
     assert curves[0] == curves[1]
 
 
+@pytest.mark.long
 def test_a_preempted_run_writes_a_checkpoint_and_continues_from_it(pair, corpus, slurm, tmp_path):
     slurm["SLURM_HERE_PREEMPTS"] = str(tmp_path / "student" / "checkpoint-100" / "xtk.json")
     run_command(slurm, tmp_path, "sbatch", DISTILL, "student", pair.student, corpus, *TRAINING, "--max-steps", 300,

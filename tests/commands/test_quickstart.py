@@ -86,6 +86,7 @@ def test_samples_are_printed_by_prompt_and_an_empty_completion_is_named(tmp_path
     assert second.strip() == f"def two():\n{shown['untrained']}\n--- ce\n(nothing)\n{shown['distilled']}"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_pretrained_student_learns_functions_and_samples_are_printed(run, pair, tmp_path, monkeypatch, capsys):
     """All commands of `--real`, with small models in place of the downloaded ones."""

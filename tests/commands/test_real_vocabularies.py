@@ -31,6 +31,7 @@ def folder(real_data, tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_every_command_works_with_the_real_vocabularies(run, folder):
     def run_json(*arguments: object) -> dict:
         return json.loads(run(*arguments, "--json", cwd=folder).stdout)

@@ -64,6 +64,7 @@ def assert_only_sampled_tokens_are_trained(cache, student, records):
         assert len(row.teacher_logprobs) == row.tokens.train_mask.sum()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_rollouts_with_tools_are_scored_and_trained_on_through_pipes(pair, folder):
     line = (

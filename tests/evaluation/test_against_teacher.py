@@ -74,6 +74,7 @@ def reference_measures(student: Path, teacher: Path) -> tuple[float, float]:
     return nats / count, overlap / count
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_forward_kl_with_a_shared_tokenizer_equals_that_of_full_distributions(run, pair, folder, tmp_path):
     teacher = small_inputs.make_student(tmp_path / "other", seed=9)

@@ -275,6 +275,7 @@ def test_service_answers_are_imported_with_and_without_the_tokenizer(
         assert not document.is_complete
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_losses_from_token_bytes_equal_those_from_token_ids(run, pair, service_answers, tmp_path):
     file, _ = service_answers
