@@ -256,7 +256,7 @@ def _measured(
     token_lists, lengths = zip(*prompts, strict=True)
     measured = measure_drafts(decoders, token_lists, sizes, lengths, options.seed)
     names = (options.draft, *options.compare_to)
-    records = [_draft_record(name, *one, tokenizer, ratios) for name, one in zip(names, measured, strict=True)]
+    records = [_draft_record(name, *results, tokenizer, ratios) for name, results in zip(names, measured, strict=True)]
     for (blocks, _), record in zip(measured[1:], records[1:], strict=True):
         for block, first, block_record in zip(blocks, measured[0][0], record["block_sizes"], strict=True):
             difference = first.acceptance_minus(block)
@@ -278,12 +278,12 @@ def _draft_record(
     """Return the JSON record of one draft."""
     from xtk.evaluation.draft_acceptance import failures_by_category
 
-    categories = failures_by_category([one for block in blocks for one in block.completions], tokenizer)
+    categories = failures_by_category([text for block in blocks for text in block.completions], tokenizer)
     records = [block.to_json(costs, ratios) for block in blocks]
     best = max(records, key=lambda one: one["speed_up"])
     return {
         "draft": name,
-        "tokens": sum(len(one.ids) for block in blocks for one in block.completions),
+        "tokens": sum(len(text.ids) for block in blocks for text in block.completions),
         "draft_step_seconds": costs.draft,
         "target_step_seconds": costs.target,
         "cost_ratio": costs.ratio,
@@ -336,7 +336,7 @@ def _comparison(record: dict[str, Any]) -> list[Table]:
     """Return a table of all drafts by block size, if there are several."""
     rows = [
         [
-            one["draft"],
+            draft["draft"],
             str(block["num_draft_tokens"]),
             *(format_with_error(block[name], block[f"{name}_error"]) for name in ("acceptance", "accepted_length")),
             format_with_error(block["speed_up"], block["speed_up_error"]),
@@ -344,10 +344,10 @@ def _comparison(record: dict[str, Any]) -> list[Table]:
             if "acceptance_difference" in block
             else "",
         ]
-        for one in (record, *record["compared"])
-        for block in one["block_sizes"]
+        for draft in (record, *record["compared"])
+        for block in draft["block_sizes"]
     ]
-    drafts = [one["draft"] for one in (record, *record["compared"])]
+    drafts = [draft["draft"] for draft in (record, *record["compared"])]
     heads = ["draft", "draft tokens", "acceptance", "accepted length", "speed-up", difference_heading(drafts)]
     return [("comparison on the same prompts", heads, rows)] if record["compared"] else []
 

@@ -132,7 +132,7 @@ class VllmEngine:
         elif "out of memory" in text.lower() or "Engine" in text + type(cause).__name__:
             hint = (
                 "see vLLM's log above for the cause; if memory is short, use --engine gpu_memory_utilization=0.8 (less "
-                "beside a student; of a --teacher: engine.gpu_memory_utilization) or a smaller --batch-tokens"
+                "on the GPU of a student; of a --teacher: engine.gpu_memory_utilization) or a smaller --batch-tokens"
             )
         return XtkError(f"{message}: {type(cause).__name__}: {text[:500]}", where=self.name, hint=hint)
 

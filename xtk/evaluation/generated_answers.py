@@ -178,7 +178,7 @@ def evaluate_answers(
     mine = prompts[process_share.rank :: process_share.num_processes]
     before = generator.num_sampled
     with Progress("evaluate", len(mine), "problems") as progress:
-        progress.get_detail = lambda: f"{generator.num_sampled - before:,} tokens"
+        progress.get_detail = lambda: f"{sampled:,} tokens" if (sampled := generator.num_sampled - before) else ""
         for group in _batched(mine, max(1, COMPLETIONS_PER_BATCH // num_generations)):
             rollouts = generate_rollouts(
                 group, generator, tokenizer, sampling, num_generations=num_generations, seed=seed,

@@ -242,7 +242,7 @@ def cache_teacher(
 
 
 def _start_hashing(request: CacheRequest) -> threading.Thread:
-    """Read the weights, for their checksum, beside the planning of shards; an error is raised by the header."""
+    """Start to hash the weights, while shards are planned; `make_cache_header` raises the errors."""
 
     def read() -> None:
         with contextlib.suppress(Exception):

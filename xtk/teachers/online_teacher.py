@@ -184,7 +184,7 @@ class OnlineTeacher:
             support = replace(support, seed=support.seed + epoch)
         options = {**self.request.backend_options, "longest": longest}
         if self.request.backend == "vllm" and not self.devices and torch.cuda.is_available():
-            options["engine"] = engine_beside_student(options.get("engine") or {})  # it stays on the device
+            options["engine"] = engine_beside_student(options.get("engine") or {})  # the student stays there
         request = replace(self.request, support=support, backend_options=options)
         job = ScoringJob(request, self.header)
         if student_model is not None:
