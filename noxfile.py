@@ -41,7 +41,7 @@ TABLES = {
          "byte-kl", *(f"on-policy {name}" for name in ON_POLICY)],
     ],
     "objectives_short": [[*OBJECTIVES, "--short"]],
-    "supports": [[*OBJECTIVES, "--settings", "real", "quickstart", "--supports"]],
+    "students_of_supports": [[*OBJECTIVES, "--settings", "real", "quickstart", "--supports"]],
     "service": [[f"{BENCHES}/bench_service.py", ".nox/service"]],
     "other_cache_formats": [[f"{BENCHES}/other_cache_formats.py"]],
     "quickstart": [["-m", "xtk", "quickstart", "-o", ".nox/quickstart", "--seeds", "3"]],
@@ -139,7 +139,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(name="slow", venv_backend="none")
 def slow_tests(session: nox.Session) -> None:
-    """Run what takes minutes of real processes, launchers and kills; CI does, after the others."""
+    """Run tests of seconds to minutes: real processes, launchers, kills, many cases; CI does, after the others."""
     wanted = ("-m", "slow and not long and not vllm")
     run(session, "python", "-m", "pytest", *wanted, *ON_ALL_CORES, *session.posargs)
 
@@ -154,7 +154,8 @@ NUMERICS = ("tests/losses/test_loss_contract.py", "tests/losses/test_losses_on_a
 def processors(session: nox.Session) -> None:
     """Repeat tests of numbers as on processors without vector instructions in torch, and without bf16 in oneDNN."""
     older = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
-    run(session, "python", "-m", "pytest", *(session.posargs or NUMERICS), **older)
+    quick_and_slow = ("-m", "not long and not vllm and not gpu and not pretrained and not compatibility")
+    run(session, "python", "-m", "pytest", *quick_and_slow, *(session.posargs or NUMERICS), **older)
 
 
 @nox.session(venv_backend="none")

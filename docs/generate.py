@@ -49,7 +49,6 @@ def _command_details() -> dict[str, list[str]]:
     from xtk.projection.build import METHODS
     from xtk.rewards import REWARDS
     from xtk.teachers.online_teacher import STUDENT_WEIGHTS
-    from xtk.training.on_policy_config import ROLLOUT_METRICS
 
     rewards = [
         "## --reward",
@@ -76,8 +75,6 @@ def _command_details() -> dict[str, list[str]]:
             "Values of `--loss`, `--combine-teachers`, `--teacher-weights` and `--teacher self:weights=...`: "
             "[distill](distill.md).",
             *rewards,
-            "## --stop-if",
-            _table("metric", ROLLOUT_METRICS),
         ],
     }
 

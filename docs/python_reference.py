@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Yields")
-INTEGRATIONS = ("DistillationTrainer", "DistillationTrainerMixin", "loss_func_and_collator", "ComputeLossFunc")
+INTEGRATIONS = ("DistillationTrainer", "DistillationTrainerMixin")
 # Public methods whose base class documents them, or that other libraries call.
 # Of this class only these methods are public.
 OF_CACHE = {"__getitem__", "logprobs", "read_document", "shards", "verify"}

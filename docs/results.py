@@ -14,15 +14,20 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "real_pairs"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "benchmarks"))
 from measurement import half_interval
+from pair_results import Results
+from pair_tables import grid_table, pair_table
 
 DOCS = Path(__file__).parent
+REAL_PAIRS = DOCS / "figures" / "real-pairs"  # results of examples/real_pairs/run.py
 DATA: dict[str, Any] = json.loads((DOCS / "figures" / "results.json").read_text(encoding="utf-8"))
 NUMBER = re.compile(
     r"(?P<sign>[+-]?)(?P<digits>[\d,]+(?:\.(?P<decimals>\d+))?)(?P<rest>[^\s<]{0,3} ?[%]?)<!-- =(?P<name>\S+) -->"
@@ -196,6 +201,12 @@ def how_to() -> str:
     return "\n" + "\n".join(parts) + "\n"
 
 
+def real_pair(name: str) -> str:
+    """Return the tables of a pair of pretrained models: the test set, and the development set of all settings."""
+    results = Results(REAL_PAIRS)
+    return "\n".join([*pair_table(results, name), "", *grid_table(results, name), ""])
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "objectives": objectives,
@@ -205,6 +216,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "quickstart": quickstart,
     "ten-numbers": ten_numbers,
     "how-to": how_to,
+    "real-pair-text": partial(real_pair, "text"),
 }
 
 

@@ -7,7 +7,8 @@ base 62. Half of the answers in the teacher's training data are random, so its m
 answer that it samples is often wrong.
 Students start from a model that learned the form of an answer only. They train with cross-entropy on the teacher's
 answers, with a distillation loss on the teacher's answers, or with a loss on their own answers (on-policy). All take
-the same number of steps and of teacher tokens. For comparison, "right answers" trains with cross-entropy on data
+the same number of steps and of teacher tokens. A reference, for ways with `--reference reference`, is a model of the
+teacher's kind that learned the form only. For comparison, "right answers" trains with cross-entropy on data
 without a wrong answer. Accuracy: the share of all sums with the right most likely answer.
 """
 
@@ -141,6 +142,8 @@ def arguments_of(way: str, teacher: Path, written: Path, cache: Path, prompts: P
     if way in ("ce", "right answers"):
         return [written if way == "ce" else written.parent / "right.jsonl", "--loss", "ce"]
     losses, *options = way.removeprefix("on-policy ").split()
+    support = ":top_k=all" if "--teacher-shift" in options else ""  # a policy gradient compares observed tokens only
+    options = [f"{teacher.with_name(word)}{support}" if word == "reference" else word for word in options]
     options = [*(word for loss in losses.split("+") for word in ("--loss", loss)), *options]
     if not way.startswith("on-policy "):
         return [cache, *options]
@@ -156,8 +159,14 @@ def main() -> None:
     parser.add_argument("--teacher-steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="students that train at the same time")
-    parser.add_argument("--ways", nargs="*", default=WAYS, help="ce, 'right answers', LOSS or 'on-policy LOSS', also "
-                        "with '+LOSS' and options of distill; 'on-policy policy-gradient:teacher=none' is a control")
+    parser.add_argument(
+        "--ways",
+        nargs="*",
+        default=WAYS,
+        help="ce, 'right answers', LOSS or 'on-policy LOSS', also "
+        "with '+LOSS' and options of distill; 'on-policy policy-gradient:teacher=none' is a control; "
+        "'on-policy policy-gradient:offset=0.5 --reference reference' subtracts the teacher's style",
+    )
     given = parser.parse_args()
     logging.set_verbosity_error()
     folder = given.output
@@ -169,6 +178,8 @@ def main() -> None:
     teacher, prompts = folder / "teacher", folder / "prompts.jsonl"
     xtk("distill", folder / "blank", folder / "texts.jsonl", "--loss", "ce", *TRAINING,
         "--max-steps", given.teacher_steps, "-o", teacher)  # fmt: skip
+    xtk("distill", folder / "blank", folder / "texts.jsonl", "--loss", "ce", *TRAINING,
+        "--max-steps", 10, "-o", folder / "reference")  # fmt: skip
     print_now(f"teacher, most likely answers: {accuracy(teacher, prompts, folder / 'answers.jsonl'):.3f}")
     count = given.steps * BATCH
     written, cache = folder / "written.jsonl", folder / "cache"

@@ -9,14 +9,13 @@
 #   PROMPTS=16 TEST_PROMPTS=4 LENGTH=64 TEST_LENGTH=64 STEPS=10 BATCH=4 BLOCKS=1,2,4,8 SEED=0
 #   OBJECTIVES="tvd forward-kl mixture" DTYPE=auto
 # DTYPE=bfloat16 is faster where the processor has instructions for it (avx512_bf16, amx_bf16); auto: float32 on a CPU.
-# With GGUF_CONVERTER=llama.cpp/convert_hf_to_gguf.py, the first trained draft also becomes FOLDER/release/model.gguf.
 set -euo pipefail
 if [ -z "${XTK_DATA:-}" ] || [ -z "${3:-}" ]; then
   echo "skipped: set XTK_DATA, and give FOLDER TARGET DRAFT" >&2
   exit 0
 fi
 absolute() { if [ -e "$1" ]; then realpath "$1"; else echo "$1"; fi; }
-target=$(absolute "$2") draft=$(absolute "$3") family=$(absolute "${4:-}") converter=$(absolute "${GGUF_CONVERTER:-}")
+target=$(absolute "$2") draft=$(absolute "$3") family=$(absolute "${4:-}")
 length=${LENGTH:-64} test_length=${TEST_LENGTH:-64} steps=${STEPS:-10} blocks=${BLOCKS:-1,2,4,8} seed=${SEED:-0}
 objectives=${OBJECTIVES:-tvd forward-kl mixture} dtype=${DTYPE:-auto}
 case $dtype in bfloat16) precision=bf16 ;; *) precision=auto ;; esac
@@ -70,9 +69,6 @@ done
 case $family in *.gguf) link=family.gguf ;; *) link=family ;; esac
 if [ -n "$family" ]; then ln -sfn "$family" $link && drafts="$drafts $link"; fi
 
-# For llama.cpp; transformers and vLLM load the folder of the draft.
-[ -z "$converter" ] || xtk export "${objectives%% *}" -o release --gguf f16 --gguf-converter "$converter"
-
 # The estimate from the cache, then real blocks: greedy and sampled, all drafts on the same prompts.
 for name in $drafts; do
   [ -s estimate-$name.json ] || { xtk evaluate $name cache-held-out --json > part.json && mv part.json estimate-$name.json; }
@@ -105,21 +101,31 @@ from xtk.models.resolver import resolve_model_folder
 target_name, draft_name, trained = sys.argv[1:4]
 length, seed, dtype = int(sys.argv[4]), int(sys.argv[5]), torch.bfloat16 if sys.argv[6] == "bfloat16" else torch.float32
 K = 4
-proposed, accepted = [], []
+# transformers prunes the draft's head to the common tokens and then assigns its logits to other tokens (5.24: the order of
+# a hash map against that of ids), so nearly every proposal is accepted and the text is not the target's. With the whole head:
+get_translator = candidate_generator.AssistantVocabTranslatorCache.get_translator
+candidate_generator.AssistantVocabTranslatorCache.get_translator = staticmethod(
+    lambda *positional, **options: get_translator(*positional, **{**options, "assistant_prune_lm_head": False})
+)
+proposed, accepted, emitted = [], [], []  # of each block: proposed ids, how many were accepted, and how many became text
 for kind in ("AssistedCandidateGenerator", "AssistedCandidateGeneratorDifferentTokenizers",
              "UniversalSpeculativeDecodingGenerator"):  # fmt: skip
     class_ = getattr(candidate_generator, kind)
     if "get_candidates" in vars(class_):
         def counted(self, input_ids, _original=class_.get_candidates, **options):
-            found = _original(self, input_ids, **options)
-            proposed.append(found[0].shape[1] - input_ids.shape[1])
-            return found
+            candidates = _original(self, input_ids, **options)
+            proposed.append(candidates[0][0, input_ids.shape[1] :].tolist())
+            return candidates
         class_.get_candidates = counted
 base = candidate_generator.AssistedCandidateGenerator
 original_update = base.update_candidate_strategy
 
 def update(self, input_ids, scores, num_matches):
-    accepted.append(int(num_matches))
+    block, matches = proposed[-1], int(num_matches)
+    # Where the text ends inside of a block, its last accepted proposal counts as the target's own token.
+    is_cropped = matches < len(block) and block[matches] == int(input_ids[0, -1])
+    accepted.append(matches + is_cropped)
+    emitted.append(matches + 1)
     return original_update(self, input_ids, scores, num_matches)
 
 base.update_candidate_strategy = update
@@ -143,18 +149,20 @@ for label, name in {"intersection": draft_name, "transformers": trained}.items()
         torch.manual_seed(seed)
         counts = []  # of each prompt: accepted proposals, verified ones, blocks
         for prompt in prompts:
-            proposed.clear(), accepted.clear()
+            for counts_of_blocks in (proposed, accepted, emitted):
+                counts_of_blocks.clear()
             ids = tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
             with torch.no_grad():
                 target.generate(**ids, assistant_model=assistant, do_sample=sampled, max_new_tokens=length,
-                                **({"top_k": 0, "top_p": 1.0, "temperature": 1.0} if sampled else {}), **more)
-            rejected = sum(matches < count for count, matches in zip(proposed, accepted))
-            counts.append((sum(accepted), sum(accepted) + rejected, len(accepted)))
-        of_prompts = dict(zip(("accepted", "verified", "blocks"), np.array(counts, float).T))
+                                **({"top_k": 0, "top_p": 1.0, "temperature": 1.0,
+                                   "repetition_penalty": 1.0} if sampled else {}), **more)
+            rejected = sum(matches < len(block) for block, matches in zip(proposed, accepted))
+            counts.append((sum(accepted), sum(accepted) + rejected, sum(emitted), len(accepted)))
+        of_prompts = dict(zip(("accepted", "verified", "emitted", "blocks"), np.array(counts, float).T))
         acceptance = Ratio(of_prompts["accepted"], of_prompts["verified"]).estimate()
-        length_of_block = Ratio(of_prompts["accepted"] + of_prompts["blocks"], of_prompts["blocks"]).estimate()
+        length_of_block = Ratio(of_prompts["emitted"], of_prompts["blocks"]).estimate()
         figures = {"num_draft_tokens": K, "blocks": int(of_prompts["blocks"].sum()),
                    "acceptance": acceptance.value, "acceptance_error": acceptance.finite_error,
                    "accepted_length": length_of_block.value, "accepted_length_error": length_of_block.finite_error}

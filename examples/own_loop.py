@@ -25,7 +25,7 @@ arguments = parser.parse_args()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 tokenizer = AutoTokenizer.from_pretrained(arguments.student)
-model = AutoModelForCausalLM.from_pretrained(arguments.student).to(device)
+model = AutoModelForCausalLM.from_pretrained(arguments.student, dtype=torch.float32).to(device)
 xtk.enable_packing(model)  # documents of a batch are one sequence, without padding
 
 cache = xtk.TeacherCache(arguments.cache)

@@ -13,10 +13,9 @@ python "$here/own_loop.py" student cache own-loop
 python "$here/trainer.py" student cache trainer
 if python -c "import trl" 2> /dev/null; then
   python "$here/trl_sft.py" student cache trl
-  python "$here/trl_sft.py" student cache trl-mixin --mixin
 else
   echo "skipped: TRL is not installed" >&2
 fi
-for run in own-loop trainer trl trl-mixin; do
+for run in own-loop trainer trl; do
   if [ -d "$run" ]; then xtk evaluate "$run" corpus.jsonl; fi
 done

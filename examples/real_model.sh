@@ -79,7 +79,7 @@ for kind in maths wiki code; do
   xtk evaluate healed $kind.jsonl --compare-to qwen --compare-to "$model" --json > $kind.json
 done
 xtk rollout healed prompts.jsonl --max-completion-length 24 --temperature 0 -o healed-samples.jsonl
-xtk report healed --baseline qwen --samples healed-samples.jsonl \
+xtk report healed --baseline qwen \
   --evaluation maths.json --evaluation wiki.json --evaluation code.json -o report.html
 
 python - <<'PYTHON'

@@ -1,10 +1,11 @@
 """Distill a student with the Trainer of transformers, from a teacher cache.
 
-    python examples/trainer.py STUDENT CACHE OUTPUT [--steps 8] [--loss "ce:weight=0.3" byte-kl]
+python examples/trainer.py STUDENT CACHE OUTPUT [--steps 8] [--loss "ce:weight=0.3" byte-kl]
 """
 
 import argparse
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import xtk
@@ -22,7 +23,7 @@ parser.add_argument("--learning-rate", type=float, default=3e-3)
 arguments = parser.parse_args()
 
 tokenizer = AutoTokenizer.from_pretrained(arguments.student)
-model = AutoModelForCausalLM.from_pretrained(arguments.student)
+model = AutoModelForCausalLM.from_pretrained(arguments.student, dtype=torch.float32)
 cache = xtk.TeacherCache(arguments.cache)
 collator = xtk.DistillationCollator(
     tokenizer, cache, xtk.DistillationLoss(*arguments.loss), max_length=model.config.max_position_embeddings

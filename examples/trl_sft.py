@@ -1,25 +1,24 @@
-"""Distill a student with TRL's SFTTrainer, from a teacher cache: as it is, or with the mixin (fewer forward passes).
+"""Distill a student with TRL's SFTTrainer, from a teacher cache.
 
-    python examples/trl_sft.py STUDENT CACHE OUTPUT [--mixin] [--steps 8] [--loss "ce:weight=0.3" byte-kl]
+    python examples/trl_sft.py STUDENT CACHE OUTPUT [--steps 8] [--loss "ce:weight=0.3" byte-kl]
 
 Needs TRL (`pip install trl`).
 """
 
 import argparse
-import warnings
 
 import datasets
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 import xtk
-from xtk.integrations.transformers import DistillationTrainerMixin, loss_func_and_collator
+from xtk.integrations.transformers import DistillationTrainerMixin
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("student", help="folder of the student")
 parser.add_argument("cache", help="output of xtk cache-teacher")
 parser.add_argument("output", help="folder for checkpoints and the trained student")
-parser.add_argument("--mixin", action="store_true", help="derive from SFTTrainer instead of using compute_loss_func")
 parser.add_argument("--loss", nargs="+", default=["auto"], help="losses as in xtk distill --loss")
 parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--batch-size", type=int, default=2)
@@ -33,14 +32,14 @@ class DistillationSFTTrainer(DistillationTrainerMixin, SFTTrainer):
 
 
 tokenizer = AutoTokenizer.from_pretrained(arguments.student)
-model = AutoModelForCausalLM.from_pretrained(arguments.student)
+model = AutoModelForCausalLM.from_pretrained(arguments.student, dtype=torch.float32)
 cache = xtk.TeacherCache(arguments.cache)
 collator = xtk.DistillationCollator(
     tokenizer, cache, xtk.DistillationLoss(*arguments.loss), max_length=model.config.max_position_embeddings
 )
-options = {
-    "model": model,
-    "args": SFTConfig(
+trainer = DistillationSFTTrainer(
+    model=model,
+    args=SFTConfig(
         output_dir=arguments.output,
         max_steps=arguments.steps,
         per_device_train_batch_size=arguments.batch_size,
@@ -59,15 +58,9 @@ options = {
         report_to="none",
     ),
     # Each row is the index of a document in the cache; the collator tokenizes and aligns it.
-    "train_dataset": datasets.Dataset.from_dict({"document": list(range(len(cache)))}),
-    "processing_class": tokenizer,
-}
-if arguments.mixin:
-    trainer = DistillationSFTTrainer(**options, data_collator=collator)
-else:
-    compute_loss_func, labels_collator = loss_func_and_collator(collator)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # TRL prefers subclasses, such as the one above
-        trainer = SFTTrainer(**options, data_collator=labels_collator, compute_loss_func=compute_loss_func)
+    train_dataset=datasets.Dataset.from_dict({"document": list(range(len(cache)))}),
+    processing_class=tokenizer,
+    data_collator=collator,
+)
 trainer.train()
 trainer.save_model()

@@ -14,6 +14,8 @@ from xtk.text.tokenizer import Tokenizer
 class ScriptedGenerator:
     """Completes prompts with the results of `respond(prompt, seed_key)`: (text, whether an end token follows)."""
 
+    completions_at_once = 256
+
     def __init__(
         self,
         tokenizer: Tokenizer,

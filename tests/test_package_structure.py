@@ -17,54 +17,54 @@ PACKAGE = Path(__file__).parent.parent / "xtk"
 FLOORS = [
     ("*.py",
      "errors, printing, progress, child processes, compilation of kernels, cache folders, code of users",
-     1_280),  # to reach: 950
-    ("options", "declaration and parsing of options", 845),
-    ("files", "atomic writes, outputs of commands and their locks, local and remote storage", 1_500),
+     1_210),  # to reach: 950
+    ("options", "declaration and parsing of options", 770),
+    ("files", "atomic writes, outputs of commands and their locks, local and remote storage", 1_360),
     ("text",
      "tokenizers as bytes, vocabularies, documents, alignment; `chat/`: templates, parts, positions, regions",
-     6_080),
-    ("data", "files and records become documents", 1_800),
+     5_540),
+    ("data", "files and records become documents", 1_390),
     ("projection",
      "the sparse matrix between two vocabularies, its methods, audit, file and disk cache",
-     2_710),
+     2_190),
     ("cache",
      "teacher caches: shards, reader, writer, manifest, statistics; `codec/` alone knows the bits",
-     5_615),
-    ("parallel", "process groups, layouts, launch, sharding, copies between host and GPU", 760),
-    ("models", "loading, backbone and output head, packed attention, fingerprints, GGUF", 3_050),  # to reach: 2,600
+     4_980),
+    ("parallel", "process groups, layouts, launch, sharding, copies between host and GPU", 700),
+    ("models", "loading, backbone and output head, packed attention, fingerprints, GGUF", 2_790),  # to reach: 2,600
     ("engines",
      "worker processes, HTTP clients and vLLM settings that teachers and generation share",
-     1_210),  # to reach: 850
+     1_140),  # to reach: 850
     ("losses",
      "one file a loss, and the fused head; `cells/`: the mechanisms; `kernels/`: numba and Triton",
-     6_700),  # to reach: 5,800
-    ("teachers", "backends, planning and writing of caches, online teachers", 3_370),  # to reach: 3,000
-    ("rewards", "rewards, and the sandbox that runs generated code", 2_100),
-    ("rollouts", "generation backends, prompts, environments, files of rollouts", 2_490),
-    ("runs", "runs on disk: folder, recipe, checkpoints, resuming, metrics, model card", 1_935),  # to reach: 1,900
+     6_230),  # to reach: 5,800
+    ("teachers", "backends, planning and writing of caches, online teachers", 3_020),  # to reach: 3,000
+    ("rewards", "rewards, and the sandbox that runs generated code", 1_880),
+    ("rollouts", "generation backends, prompts, environments, files of rollouts", 2_250),
+    ("runs", "runs on disk: folder, recipe, checkpoints, resuming, metrics, model card", 1_740),
     ("batches",
      "documents become micro-batches: sources, several teachers, losses per teacher, reduction",
-     2_420),
+     2_300),
     ("evaluation",
      "bits per byte, answers scored by rewards, lm-evaluation-harness, draft models",
-     2_500),  # to reach: 2,300
+     2_050),
     ("training",
      "`distill`: configuration, loop, step, on-policy, held-out; `kinds/`: the four kinds of runs",
-     4_160),
-    ("publish", "a finished student as a model folder, GGUF file or repository of the hub", 400),
+     3_980),
+    ("publish", "a finished student as a model folder or repository of the hub", 320),
     ("transplant",
      "another tokenizer for a model: rows of embedding and head, pruned vocabularies",
-     1_100),
-    ("api", "the Python API: `xtk/__init__.py` names its objects", 1_545),
-    ("importers", "caches from and for other tools, answers of services", 1_785),  # to reach: 1,550
-    ("doctor", "checks and forecasts before a long run", 1_450),  # to reach: 1,250
-    ("quickstart", "the demonstration pipeline and its tiny models", 710),
-    ("pages", "HTML pages, their templates, and the tables on them", 1_210),  # to reach: 900
+     1_010),
+    ("api", "the Python API: `xtk/__init__.py` names its objects", 1_550),
+    ("importers", "caches from and for other tools, answers of services", 1_590),  # to reach: 1,550
+    ("doctor", "checks and forecasts before a long run", 1_260),
+    ("quickstart", "the demonstration pipeline and its tiny models", 680),
+    ("pages", "HTML pages, their templates, and the tables on them", 960),  # to reach: 900
     ("commands",
      "one module per command, with its options: checks of inputs, printed results",
-     6_290),  # to reach: 4,300
-    ("cli.py", "the list of commands; exit codes and error messages", 255),
-    ("integrations", "distillation in the trainers of other libraries", 300),
+     5_280),  # to reach: 4,300
+    ("cli.py", "the list of commands; exit codes and error messages", 240),
+    ("integrations", "distillation in the trainers of other libraries", 190),
     ("__main__.py", "the entry point: streams, cache folders, signals", 100),
 ]  # fmt: skip
 FLOOR_OF = {part: floor for floor, (part, _, _) in enumerate(FLOORS)}

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from xtk import __version__, terminal
 from xtk.commands.align import align
 from xtk.commands.build_projection import build_projection
-from xtk.commands.cache import export_cache, import_cache, merge, verify
+from xtk.commands.cache import export_cache, import_cache, merge
 from xtk.commands.cache_teacher import cache_teacher
 from xtk.commands.command_from_options import Command, build_command, short_help
 from xtk.commands.completion import COMPLETION_VARIABLE, completion
@@ -33,12 +33,11 @@ from xtk.commands.inspect import inspect
 from xtk.commands.prune_projection import prune_projection
 from xtk.commands.query_teacher import query_teacher
 from xtk.commands.quickstart import quickstart
-from xtk.commands.renamed import EXIT_USAGE, renamed_error
 from xtk.commands.report import report
 from xtk.commands.rollout import rollout
 from xtk.commands.sweep import sweep
 from xtk.commands.transplant import transplant
-from xtk.commands.usage_errors import usage_error
+from xtk.commands.usage_errors import EXIT_USAGE, usage_error
 from xtk.errors import Terminated, XtkError, from_os_error
 from xtk.name_registry import unknown_name_error
 from xtk.subprocesses import REPORTED_ERRORS_VARIABLE
@@ -59,7 +58,6 @@ COMMANDS: dict[str, Command] = {
     "cache merge": merge,
     "cache import": import_cache,
     "cache export": export_cache,
-    "cache verify": verify,
     "rollout": rollout,
     "distill": distill,
     "distill-on-policy": distill_on_policy,
@@ -75,7 +73,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": doctor,
     "completion": completion,
 }
-GROUPS = {"cache": "Merge, import, export or verify teacher caches."}
+GROUPS = {"cache": "Merge, import or export teacher caches."}
 # The headings of `xtk --help`; a command of none would not be listed, which a test checks.
 TOPICS = {
     "Start": ("quickstart", "doctor", "align", "inspect", "completion"),
@@ -87,13 +85,9 @@ TOPICS = {
 
 
 class LazyCommandGroup(TyperGroup):
-    """A group of commands; the options of a command are read when it is called.
+    """A group of commands; the options of a command are read when it is called."""
 
-    Attributes:
-        prefix: what the names of its commands begin with: `cache ` for `xtk cache`, nothing for `xtk`.
-    """
-
-    prefix = ""
+    prefix = ""  # what the names of its commands begin with: `cache ` for `xtk cache`, nothing for `xtk`
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the commands and groups, in the order of a workflow."""
@@ -136,7 +130,7 @@ class LazyCommandGroup(TyperGroup):
         """Return the command that a command line names."""
         known = self.list_commands(ctx)
         if args and not args[0].startswith("-") and args[0] not in known:
-            failure = renamed_error(self.prefix + args[0]) or unknown_name_error("command", args[0], known)
+            failure = unknown_name_error("command", args[0], known)
             failure.exit_code = EXIT_USAGE
             raise failure
         return super().resolve_command(ctx, args)
@@ -175,11 +169,7 @@ def _xtk(
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run one command line and return its exit code; only bugs print a traceback.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C was pressed.
-    """
+    """Run one command line and return its exit code; only bugs print a traceback."""
     signal.signal(signal.SIGTERM, _raise_terminated)
     if sys.stdin is not None and hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")

@@ -19,9 +19,7 @@ class NumbaKernel:
     """A function that numba compiles at its first call; the machine code is cached on disk, and calls release the GIL.
 
     The compiled function then takes its place in all modules that imported it, so that further calls cost nothing more.
-
-    Args:
-        function: the function; kernels that it calls are compiled with it.
+    `function`: the function; kernels that it calls are compiled with it.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -23,11 +23,7 @@ REPORTED_ERRORS_VARIABLE = "XTK_REPORTED_ERRORS"
 
 
 def die_with_parent(parent: int | None = None, signal_number: int = signal.SIGTERM) -> None:
-    """Let Linux send this process a signal when its parent ends; without effect on other systems.
-
-    Args:
-        parent: process id of the parent, if known; if it has ended already, the signal is sent at once.
-    """
+    """Let Linux send this process a signal when its parent ends, at once if `parent` is not its parent any more."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)
@@ -64,11 +60,7 @@ def block_sigint() -> Iterator[None]:
 
 
 def cuda_visible_devices(devices: Sequence[int]) -> dict[str, str]:
-    """Return the environment variable that limits a process to some CUDA devices.
-
-    Args:
-        devices: indices among the devices visible to this process.
-    """
+    """Return the environment variable that limits a process to some of the CUDA devices visible to this one."""
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     names = [named[number] if number < len(named) else str(number) for number in devices]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
@@ -80,16 +72,12 @@ def without_ignored(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 class SignalForwarder:
-    """Context manager that forwards stop signals of this process, unless they are ignored, to the running child.
-
-    Attributes:
-        received_signal: number of the first signal received; 0: none.
-    """
+    """Context manager that forwards stop signals of this process, unless they are ignored, to the running child."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self) -> None:
-        self.received_signal = 0
+        self.received_signal = 0  # number of the first signal received; 0: none
         self._child: subprocess.Popen[bytes] | None = None
         self._before: dict[int, Any] = {}
 
@@ -113,9 +101,7 @@ class SignalForwarder:
 
         The command has a separate process group: Ctrl-C reaches it once, forwarded from here. If this process is
         killed, the command is killed, too.
-
-        Args:
-            log: file to which its output is appended.
+        `log`: file to which its output is appended.
         """
         with log.open("ab") as stream:
             child = subprocess.Popen(

@@ -34,9 +34,7 @@ def print_table(
 ) -> None:
     """Print a table: formatted on a terminal, plain text elsewhere. Empty columns are left out.
 
-    Args:
-        is_number: for each column whether it is aligned to the right; empty: none is.
-        as_note: print to stderr as a note, not to stdout as a result.
+    `is_number`: for each column whether it is aligned to the right; `as_note`: to stderr, not to stdout as a result.
     """
     kept = [at for at in range(len(column_titles)) if any(row[at] for row in rows)]
     right = [bool(is_number) and is_number[at] for at in kept]

@@ -30,12 +30,9 @@ UNIQUE_KEY_DECODER = json.JSONDecoder(object_pairs_hook=_unique_object)
 
 
 def parse_json(text: str, *, what: str, where: str, refuse_duplicate_keys: bool = False) -> Any:
-    """Return the value of a JSON text.
+    """Return the value of a JSON text; `what` (such as "this line") and `where` are for messages.
 
-    Args:
-        what: its name in messages, such as "this line".
-        where: its location, for messages.
-        refuse_duplicate_keys: refuse objects with a key twice, of which JSON parsers silently keep the last value.
+    `refuse_duplicate_keys`: refuse objects with a key twice, of which JSON parsers silently keep the last value.
     """
     try:
         value = UNIQUE_KEY_DECODER.decode(text) if refuse_duplicate_keys else json.loads(text)
@@ -55,12 +52,7 @@ def duplicate_key_error(duplicate: DuplicateKeyError, what: str, where: str) -> 
 
 
 def check_depth(value: Any, max_brackets: int, *, what: str, where: str) -> None:
-    """Refuse a value that is nested too deeply.
-
-    Args:
-        max_brackets: number of opening brackets in its text, an upper bound of its depth.
-        where: its location, for messages.
-    """
+    """Refuse a value that is nested too deeply; `max_brackets` in its text are an upper bound of its depth."""
     if max_brackets <= MAX_DEPTH:
         return
     level = [value]

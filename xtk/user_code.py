@@ -20,9 +20,7 @@ def user_code_errors(subject: str, *, where: str | None = None, hint: str | None
 
     KeyboardInterrupt, SIGTERM and errors of xtk pass through. The current directory is restored afterwards. A process
     that the code forks ends here.
-
-    Args:
-        subject: subject of the error sentence, such as `the reward score.py:f`.
+    `subject`: subject of the error sentence, such as `the reward score.py:f`.
     """
     directory, process = _current_directory(), os.getpid()
     try:
@@ -55,13 +53,7 @@ def _describe(error: BaseException) -> str:
 
 
 def load_user_object(spec: str, option: str, kind: str) -> Any:
-    """Import and return a function or class from a Python file of the user.
-
-    Args:
-        spec: `FILE.py:NAME`.
-        option: the command line option, for messages.
-        kind: "function" or "class", for messages.
-    """
+    """Import and return `FILE.py:NAME` of the user; the option and the kind (function, class) are for messages."""
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         raise XtkError("the Python file does not exist", where=path or spec, hint=f"use {option}")

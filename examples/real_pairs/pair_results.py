@@ -41,11 +41,12 @@ class Results:
         return dict(json.loads(self._settings.read_text(encoding="utf-8")))
 
     def check_settings(self, settings: dict[str, Any]) -> None:
-        """Store the settings, or refuse a folder with results of others; only seeds and problems may change."""
+        """Store the settings, or refuse a folder with results of others; sizes that may grow are free."""
         settings = json.loads(json.dumps(settings))
         if self._settings.is_file():
-            free = ("seeds", "problems", "weights", "learning_rates", "teacher_answers")
-            changed = [name for name, value in self.settings.items() if settings[name] != value and name not in free]
+            free = ("seeds", "problems", "weights", "learning_rates", "teacher_answers", "python")
+            own = self.settings
+            changed = [name for name in settings if own.get(name) != settings[name] and name not in free]
             if changed:
                 raise SystemExit(f"{self._settings}: made with other {', '.join(changed)}; choose another folder")
         self._settings.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-from pair_results import Results, paired_difference
+from pair_results import Results, half_interval, paired_difference
 from pairs import NOT_TRAINED, PAIRS, SMALL_FUNCTIONS, TEACHER
 
 from xtk.evaluation.byte_text_categories import TEXT_CATEGORIES
@@ -61,6 +61,7 @@ def pair_table(results: Results, pair: str) -> list[str]:
         *(("test", figure) for figure in ("digits", "white space", "byte-kl", "top1_agreement")),
         *((other, "bits_per_byte") for other in (*PAIRS[pair].other, "teacher's answers")),
         *((measure, f"pass@{k}") for measure in ("solved", SMALL_FUNCTIONS) for k in (1, 10)),
+        ("solved", "truncated_fraction"),
     ]
     names = lines_of(results, pair)
     shown = [one for one in measures if any(results.values(pair, name, *one) for name in names)]
@@ -94,14 +95,14 @@ def grid_table(results: Results, pair: str) -> list[str]:
 def document_table(results: Results, pair: str) -> list[str]:
     """Return the differences of seed 0 from the default, paired by documents."""
     rows = [
-        (values["difference"], values["error"], name)
+        (values["difference"], half_interval(values["error"], values["documents"]), name)
         for (one, name, _, measure), values in results.figures.items()
         if (one, measure) == (pair, "documents")
     ]
     if not rows:
         return []
-    return ["| setting, seed 0 | minus the default, paired by document, with its standard error |", "| --- | --- |",
-            *(f"| `{name}` | {value:+.3f} ± {error:.3f} |" for value, error, name in sorted(rows))]  # fmt: skip
+    return ["| setting, seed 0 | minus the default, 95 % over documents |", "| --- | --- |",
+            *(f"| `{name}` | {value:+.3f} ± {half:.3f} |" for value, half, name in sorted(rows))]  # fmt: skip
 
 
 Differences = dict[tuple[str, str], tuple[float, float] | None]  # {(panel, row): (mean, half interval)}

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 
 SMOLLM2, GEMMA = "smollm2-135m-instruct.gguf", "gemma-3-270m.gguf"
 QWEN_SMALL, QWEN = "qwen2.5-coder-0.5b-instruct.gguf", "qwen2.5-coder-1.5b-instruct.gguf"
+# What students without a start token of their own read before a text: the separator of texts in their pretraining.
+START_TOKENS = {SMOLLM2: "<|endoftext|>"}
 NOT_TRAINED, TEACHER = "not trained", "teacher"
 SMALL_FUNCTIONS = "small functions"  # a measure: pass rates of xtk/quickstart/small_functions.txt
 CE_WEIGHT = 0.3  # of the default of `distill` for teachers with other tokenizers
@@ -35,6 +37,7 @@ class Line:
     def with_weight(self, weight: float) -> Line:
         """Return the line with a weight of cross-entropy; the loss is left out at weight 0."""
         losses = [loss.format(weight=f"{weight:g}") for loss in self.losses]
+        losses = ["ce" if loss == "ce:weight=1" else loss for loss in losses]
         return replace(self, losses=tuple(loss for loss in losses if loss != "ce:weight=0"))
 
     @property

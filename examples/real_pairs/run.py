@@ -32,7 +32,19 @@ from typing import Any
 
 import pair_texts as texts
 from pair_results import Results, file_name_part
-from pairs import GEMMA, NOT_TRAINED, PAIRS, QWEN, QWEN_SMALL, SHORT_LINES, SMALL_FUNCTIONS, TEACHER, Line, Pair
+from pairs import (
+    GEMMA,
+    NOT_TRAINED,
+    PAIRS,
+    QWEN,
+    QWEN_SMALL,
+    SHORT_LINES,
+    SMALL_FUNCTIONS,
+    START_TOKENS,
+    TEACHER,
+    Line,
+    Pair,
+)
 
 from xtk.models.resolver import resolve_model_folder
 from xtk.quickstart.pretrained_models import MODELS, download_model
@@ -40,7 +52,7 @@ from xtk.quickstart.pretrained_models import MODELS, download_model
 TRL_SCRIPT = Path(__file__).parents[2] / "tests" / "benchmarks" / "trl_gold_trainer.py"
 TRAINING = ("--warmup-ratio", 0.1, "--weight-decay", 0, "--save-steps", 0, "--lr-scheduler-type", "cosine")
 TOP_K = 64  # stored for the test set, where both models are compared
-REWARD = "exact:last_number_fallback=true"
+REWARD = "gsm8k:last_number_fallback=true"
 GENERATION = ("--temperature", 0.7, "--max-completion-length", 256)
 GEMMA_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<start_of_turn>"
@@ -61,6 +73,7 @@ class Size:
     seeds: int = 3
     problems: int = 0
     teacher_answers: int = 1  # whether the test set includes the teacher's answers
+    start_token: int = 1  # whether students that have none get one of `START_TOKENS`; not in conversations
     bf16: int = 0  # whether the teacher computes in bf16, and the student trains in it over float32 weights
     weights: tuple[float, ...] = (0.0, 0.3, 1.0, 3.0)
     learning_rates: tuple[float, ...] = (1e-4,)
@@ -113,9 +126,17 @@ class Experiment:
         self.teacher, self.student = models / pair.teacher, models / pair.student
         self.data = folder / "data"
         self.caches = folder / "caches" / f"{Path(pair.teacher).stem}-{pair.data}"
+        self.given_student, self.is_prepared = self.student, False
+        if pair.tokenizer:
+            self.student = folder / f"{self.student.stem}-with-{Path(pair.tokenizer).stem}-tokens"
+        elif pair.data == "maths" and pair.student == GEMMA:
+            self.student = folder / f"{self.student.stem}-chat"
 
     def prepare(self) -> None:
-        """Write the data that needs a teacher, the caches, and the student with another tokenizer."""
+        """Write the data that needs a teacher, the caches, and a student that is changed before training, once."""
+        if self.is_prepared:
+            return
+        self.is_prepared = True
         self.caches.parent.mkdir(exist_ok=True)
         if self.pair.data == "maths":
             self._write_right_answers()
@@ -124,12 +145,15 @@ class Experiment:
                 "cache-teacher", self.teacher, self.texts(part), *options, *self.dtype, "-o", f"{self.caches}-{part}"
             )
         if self.pair.tokenizer:
-            tokenizer = self.teacher.with_name(self.pair.tokenizer)
-            transplanted = self.folder / f"{self.student.stem}-with-{tokenizer.stem}-tokens"
-            command("transplant", self.student, tokenizer, "-o", transplanted)
-            self.student = transplanted
-        if self.pair.data == "maths" and self.pair.student == GEMMA:
-            self.student = with_chat_template(self.student, self.folder / f"{self.student.stem}-chat")
+            command("transplant", self.given_student, self.teacher.with_name(self.pair.tokenizer), "-o", self.student)
+        elif self.student != self.given_student:
+            with_chat_template(self.given_student, self.student)
+
+    @property
+    def start_token(self) -> list[str]:
+        """The option of the student's start token."""
+        token = START_TOKENS.get(self.pair.student) if self.size.start_token and self.pair.data != "maths" else None
+        return ["--start-token", token] if token else []
 
     @property
     def dtype(self) -> list[str]:
@@ -149,12 +173,12 @@ class Experiment:
         for part, (source, first, count) in wanted.items():
             if self.texts(part).is_file():
                 continue
-            rows = _read_rows(self.data / f"{source}.jsonl")[2 * first : 2 * (first + count)]
+            rows = texts.read_rows(self.data / f"{source}.jsonl")[2 * first : 2 * (first + count)]
             prompts = texts.write_rows(self.data / f"{self.caches.name}-{part}-prompts.jsonl", rows)
             answers = self.data / f"{self.caches.name}-{part}-answers.jsonl"
             command("rollout", self.teacher, prompts, "--apply-chat-template", "--reward", REWARD, *GENERATION,
                     *self.dtype, "-o", answers)  # fmt: skip
-            texts.write_rows(self.texts(part), right_answers(rows, _read_rows(answers), count))
+            texts.write_rows(self.texts(part), right_answers(rows, texts.read_rows(answers), count))
 
     def answers(self, part: str) -> Path:
         """Return the teacher's continuations of the beginnings of the training or test texts."""
@@ -162,8 +186,8 @@ class Experiment:
             return self.texts(part)
         beginnings = self.data / f"{self.pair.data}-{part}-beginnings.jsonl"
         if not beginnings.is_file():
-            rows = _read_rows(self.texts(part))
-            texts.write_rows(beginnings, [{"prompt": beginning(row["text"], self.pair.data)} for row in rows])
+            rows = texts.read_rows(self.texts(part))
+            texts.write_rows(beginnings, [{"prompt": beginning(texts.whole_text(row), self.pair.data)} for row in rows])
         output = self.data / f"{self.caches.name}-{part}-answers.jsonl"
         command("rollout", self.teacher, beginnings, *GENERATION, *self.dtype, "-o", output)
         return output
@@ -175,7 +199,10 @@ class Experiment:
 
     def train(self, candidate: Candidate, seed: int) -> Path:
         """Train a student, store its bits per byte of the development set, and return its folder."""
+        self.prepare()
         output = self._run_folder(candidate, seed)
+        if candidate.line.continues:
+            self.train(Candidate(self.pair.default, self.size.learning_rates[0]), seed)
         output.parent.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         if candidate.line.source == "trl":
@@ -195,23 +222,28 @@ class Experiment:
         losses = [word for loss in line.losses for word in ("--loss", loss)]
         options = [*TRAINING, "--max-steps", self.size.steps, "--per-device-train-batch-size", self.size.batch,
                    "--learning-rate", f"{candidate.learning_rate:g}", "--seed", seed, "--eval-data", self.texts("dev"),
-                   *(["--mixed-precision", "bf16"] if self.size.bf16 else []),
-                   *(self.teacher.with_name(word) if word in MODELS else word for word in line.options)]  # fmt: skip
+                   *self.start_token, *(["--mixed-precision", "bf16"] if self.size.bf16 else []),
+                   *(self._in_bf16(self.teacher.with_name(word)) if word in MODELS else word
+                     for word in line.options)]  # fmt: skip
         if line.source == "prompts":
             prompts = self.data / f"{self.caches.name}-train-prompts.jsonl"
-            student = self._run_folder(Candidate(self.pair.default, self.size.learning_rates[0]), seed)
-            student = student if line.continues else self.student
-            teacher = f"{self.teacher}:dtype=bfloat16" if self.size.bf16 else self.teacher
+            default = self._run_folder(Candidate(self.pair.default, self.size.learning_rates[0]), seed)
+            student = default if line.continues else self.student
+            teacher = self._in_bf16(self.teacher)
             return ["distill-on-policy", student, prompts, "--teacher", teacher, *losses, *options,
                     "--apply-chat-template", "--max-completion-length", 256]  # fmt: skip
         source = self.answers("train") if line.source == "answers" else f"{self.caches}-train"
         return ["distill", self.student, source, *losses, *options]
 
+    def _in_bf16(self, model: Path) -> str:
+        """Return a teacher's name with its data type, where it computes in the process of the student."""
+        return f"{model}:dtype=bfloat16" if self.size.bf16 else str(model)
+
     def _train_with_trl(self, candidate: Candidate, seed: int, output: Path) -> None:
         if (output / "config.json").is_file():
             return
         loss, *weighted = candidate.line.losses
-        weight = weighted[0].rpartition("=")[2] if weighted else "0"
+        weight = weighted[0].partition("=")[2] or "1" if weighted else "0"
         models = [resolve_model_folder(str(model), with_weights=True) for model in (self.student, self.teacher)]
         options = ["--steps", self.size.steps, "--batch", self.size.batch, "--learning-rate", candidate.learning_rate,
                    "--seed", seed, "--ce", weight, "--weight-decay", 0, "--schedule", "cosine",
@@ -223,23 +255,31 @@ class Experiment:
 
     def measure(self, name: str, model: Path, seed: int) -> None:
         """Measure a model on the test set and on texts of other kinds, unless the results have it."""
-        answers = ["teacher's answers"] if self.size.teacher_answers and self.pair.data != "maths" else []
-        solved = ["solved", *([] if self.pair.data == "maths" else [SMALL_FUNCTIONS])] if self.size.problems else []
-        for measure in ("test", *self.pair.other, *answers, *solved):
-            key = (self.name, name, seed, measure)
-            if key not in self.results.figures:
-                started = time.monotonic()
-                self.results.add(key, self._figures(measure, model, is_teacher=name == TEACHER), started)
+        for measure in self._missing_measures(name, seed):
+            self.prepare()
+            started = time.monotonic()
+            figures = self._figures(measure, model, name)
+            self.results.add((self.name, name, seed, measure), figures, started)
 
-    def _figures(self, measure: str, model: Path, *, is_teacher: bool) -> dict[str, Any]:
+    def _missing_measures(self, name: str, seed: int) -> list[str]:
+        """Return the measures of a line that the results do not have."""
+        answers = ["teacher's answers"] if self.size.teacher_answers and self.pair.data != "maths" else []
+        tasks = {"code": ["solved", SMALL_FUNCTIONS], "maths": ["solved"]}.get(self.pair.data, [])
+        solved = tasks if self.size.problems else []
+        measures = ("test", *self.pair.other, *answers, *solved)
+        return [measure for measure in measures if (self.name, name, seed, measure) not in self.results.figures]
+
+    def _figures(self, measure: str, model: Path, name: str) -> dict[str, Any]:
         if measure in ("solved", SMALL_FUNCTIONS):
             return self._solved(model, "small-functions" if measure == SMALL_FUNCTIONS else "humaneval")
-        if measure == "teacher's answers":
-            return {"bits_per_byte": _bits(command("evaluate", model, self.answers("test"), "--json"))}
+        # A trained student was saved with its start token.
+        own = {TEACHER: self.dtype, NOT_TRAINED: self.start_token}
+        options = ["--json", *own.get(name, [])]
         if measure != "test":
-            return {"bits_per_byte": _bits(command("evaluate", model, self.data / f"{measure}.jsonl", "--json"))}
-        source = self.texts("test") if is_teacher else f"{self.caches}-test"
-        row = json.loads(command("evaluate", model, source, "--by-category", "--json"))
+            other = self.answers("test") if measure == "teacher's answers" else self.data / f"{measure}.jsonl"
+            return {"bits_per_byte": _bits(command("evaluate", model, other, *options))}
+        source = self.texts("test") if name == TEACHER else f"{self.caches}-test"
+        row = json.loads(command("evaluate", model, source, "--by-category", *options))
         figures = {name: row[name] for name in ("bits_per_byte", "byte-kl", "top1_agreement") if name in row}
         return figures | {kind: values["bits_per_byte"] for kind, values in row["categories"].items()}
 
@@ -256,7 +296,6 @@ class Experiment:
 
     def run(self, lines: Sequence[Line]) -> None:
         """Train and measure all lines: seed 0 chooses settings on the development set, other seeds repeat them."""
-        self.prepare()
         self.measure(TEACHER, self.teacher, 0)
         self.measure(NOT_TRAINED, self.student, 0)
         chosen: list[Candidate] = []
@@ -266,11 +305,16 @@ class Experiment:
                 if (self.name, candidate.name, 0, "dev") not in self.results.figures:
                     self.train(candidate, 0)
             chosen.append(min(candidates, key=self._development_bits))
-            self.measure(chosen[-1].name, self.train(chosen[-1], 0), 0)
+            self._complete(chosen[-1], 0)
         for seed in range(1, self.size.seeds):
             for candidate in chosen:
-                self.measure(candidate.name, self.train(candidate, seed), seed)
+                self._complete(candidate, seed)
         self._compare_documents(list(dict.fromkeys(candidate.name for candidate in chosen)))
+
+    def _complete(self, candidate: Candidate, seed: int) -> None:
+        """Train and measure a student, unless the results have all its measures."""
+        if self._missing_measures(candidate.name, seed):
+            self.measure(candidate.name, self.train(candidate, seed), seed)
 
     def _development_bits(self, candidate: Candidate) -> float:
         return float(self.results.figures[self.name, candidate.name, 0, "dev"]["bits_per_byte"])
@@ -282,6 +326,9 @@ class Experiment:
         others = [name for name in names if name != default]
         keys = {name: (self.name, name, 0, "documents") for name in others}
         if default not in models or all(key in self.results.figures for key in keys.values()):
+            return
+        if not all(model.is_dir() for model in models.values()):
+            sys.stdout.write("not compared by document: some students were trained on another machine\n")
             return
         started = time.monotonic()
         compared = [word for name in others for word in ("--compare-to", models[name])]
@@ -295,7 +342,7 @@ class Experiment:
             self.results.add(keys[name], figures, started)
 
 
-def with_chat_template(model: Path, folder: Path) -> Path:
+def with_chat_template(model: Path, folder: Path) -> None:
     """Write a copy of a base model with the chat template of Gemma's instruct models, whose tokens it has."""
     if not folder.is_dir():
         temporary = folder.with_name(f"{folder.name}.partial")
@@ -303,7 +350,6 @@ def with_chat_template(model: Path, folder: Path) -> Path:
         shutil.copytree(resolve_model_folder(str(model), with_weights=True), temporary)
         (temporary / "chat_template.jinja").write_text(GEMMA_TEMPLATE, encoding="utf-8")
         temporary.rename(folder)
-    return folder
 
 
 def right_answers(rows: list[dict[str, Any]], rollouts: list[dict[str, Any]], count: int) -> Iterator[dict[str, Any]]:
@@ -324,10 +370,6 @@ def beginning(text: str, kind: str) -> str:
     if kind == "code":
         return "".join(text.splitlines(keepends=True)[:BEGINNING_LINES])
     return text[:BEGINNING_CHARACTERS].rpartition(" ")[0]
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _bits(printed: str) -> float:
@@ -375,8 +417,10 @@ def main() -> None:
     for place in (folder, models):
         place.mkdir(parents=True, exist_ok=True)
     results = Results(folder)
-    results.check_settings({**dataclasses.asdict(size), "teacher": teacher, "python": platform.python_version()})
-    texts.write_texts(folder / "data", corpora, train=size.documents, held_out=size.held_out)
+    documents = texts.make_texts(corpora, train=size.documents, held_out=size.held_out)
+    inputs = {"teacher": teacher, "texts": texts.checksum(documents), "python": platform.python_version()}
+    results.check_settings({**dataclasses.asdict(size), **inputs})
+    texts.write_texts(folder / "data", documents)
     for name in names:
         pair = PAIRS[name]
         pair = dataclasses.replace(pair, teacher=teacher) if pair.teacher == QWEN else pair

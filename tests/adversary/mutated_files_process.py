@@ -82,7 +82,7 @@ def main() -> None:
                      "/proc/",
                      "/dev/null", "/usr/", "/sys/", str(Path(__file__).parents[2] / "xtk"), "/dev/urandom",
                      "/etc/ld", "/etc/mime", "/dev/shm/", "/tmp/torchinductor", "/etc/localtime")  # fmt: skip
-    import xtk.pages.projection_audit  # noqa: F401 (imports are not files that commands read)
+    import xtk.projection.coverage_audit  # noqa: F401 (imports are not files that commands read)
 
     sys.addaudithook(record_path)
     temporary = Path(tempfile.mkdtemp())

@@ -118,7 +118,7 @@ ATTACKS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: (folder / "tokenizer.json").unlink(), "but it is missing"),
     (lambda folder: shutil.rmtree(folder / "trainer"), "this folder is listed in the manifest, but it is missing"),
     (lambda folder: (folder / "xtk.json").unlink(), "this folder has no manifest"),
-    (lambda folder: (folder / "xtk.json").write_text("[" * 20_000), "this file is not JSON"),
+    (lambda folder: (folder / "xtk.json").write_text("[" * 20_000), "nested more than 100 levels deep"),
     (lambda folder: (folder / "xtk.json").write_text("[]"), "must contain a JSON object"),
     (link_weights, "this is not a regular file"),
     (link_trainer_folder, "this folder is listed in the manifest, but it is missing"),
@@ -147,8 +147,7 @@ def test_corrupt_checkpoint_is_reported_and_the_previous_one_is_used(unfinished_
         {"files": {"model.safetensors": {"bytes": True, "checksum": "x"}}}, {"folders": {"..": {}}}, {"folders": 7},
         {"folders": {}}, {"folders": {"trainer": {}}}, {"step": "4"}, {"step": -4}, {"num_processes": 10**12},
         {"num_processes": 2}, {"num_processes": None}, {"parallel": 3}, {"kind": None}, {"kind": ["checkpoint"]},
-        {"run_fingerprint": None}, {"metrics_file": {"bytes": "x"}}, {"best_step": "x"}, {"tokens": -1},
-        {"tokens": 1e300}, {"skipped_steps": {}}, {"best_bits_per_byte": "nan"}, {"version": 2}, {"version": "x"},
+        {"run_fingerprint": None}, {"version": 2}, {"version": "x"},
     ],
 )  # fmt: skip
 def test_invalid_values_in_a_checkpoint_manifest_are_skipped_or_refused(unfinished_run, finished_run, changes):
@@ -159,7 +158,7 @@ def test_invalid_values_in_a_checkpoint_manifest_are_skipped_or_refused(unfinish
     if result.returncode:
         assert "checkpoint-4" in result.stderr
     else:
-        assert "skipping checkpoint-4" in result.stderr or changes.keys() <= {"metrics_file"}
+        assert "skipping checkpoint-4" in result.stderr
         assert_equal_runs(unfinished_run, finished_run[1])
 
 
@@ -220,16 +219,6 @@ def test_run_with_only_corrupt_checkpoints_restarts_only_with_force(finished_run
     assert "--force to train again from step 0" in result.stderr
     run_xtk(*finished_run[0], unfinished_run, "--force")
     assert_equal_runs(unfinished_run, finished_run[1])
-
-
-def test_changed_metrics_file_is_refused(finished_run, unfinished_run):
-    lines = (unfinished_run / "metrics.jsonl").read_text()
-    (unfinished_run / "metrics.jsonl").write_text(lines.replace('"loss": 6', '"loss": 2', 1))
-    result = run_xtk(*finished_run[0], unfinished_run, code=1)
-    assert "the metrics file has changed since checkpoint-4 was written" in result.stderr
-    (unfinished_run / "metrics.jsonl").unlink()
-    run_xtk(*finished_run[0], unfinished_run)
-    assert (unfinished_run / "model.safetensors").read_bytes() == (finished_run[1] / "model.safetensors").read_bytes()
 
 
 def test_checkpoint_and_recipe_of_older_versions_are_refused(finished_run, unfinished_run):

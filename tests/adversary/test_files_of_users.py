@@ -50,15 +50,6 @@ def test_resumed_run_removes_no_file_of_the_user(run, pair, corpus, tmp_path):
     assert "checkpoint-2 to checkpoint-2.replaced-1" in stderr
 
 
-def test_user_file_named_like_cooccurrence_counts_is_kept(run, pair, corpus, tmp_path):
-    user_file = tmp_path / "q.xtk-cooccurrence-state"
-    user_file.write_text("mine")
-    command = ["build-projection", pair.student, pair.teacher, "--method", "cooccurrence", "--corpus", corpus]
-    assert "the output path is an existing file" in run(*command, "-o", tmp_path / "q", code=1).stderr
-    assert user_file.read_text() == "mine"
-    assert not (tmp_path / "q").exists()
-
-
 @pytest.mark.slow
 def test_finished_run_keeps_user_files_named_like_files_of_a_student(run, pair, corpus, tmp_path):
     out = tmp_path / "out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -62,12 +63,10 @@ def make_generator(folder: Path, *servers: ServerProcess) -> ServerGenerator:
 
 def write_engine_weights(student: Path, folder: Path) -> Path:
     """Write the weights of a student as a run sends them to servers, with the output head; return their folder."""
-    from safetensors.torch import load_file
+    from xtk.rollouts.engine_weight_files import write_tied_head
 
-    from xtk.rollouts.engine_weight_files import save_weights
-
-    folder.mkdir()
-    save_weights(load_file(student / "model.safetensors").items(), folder)
+    shutil.copytree(student, folder)
+    write_tied_head(folder)
     return folder
 
 

@@ -54,7 +54,7 @@ ATTACKS = {
     large_id_in_vocabulary: "has a token with id 300,000,000",
     empty_added_token: "added token 5000 in tokenizer.json has no text",
     missing_unknown_token: "the tokenizer cannot encode a text: WordLevel error: Missing [UNK] token",
-    deeply_nested: "nested more than 100 levels deep",
+    deeply_nested: "recursion limit exceeded",
 }
 
 

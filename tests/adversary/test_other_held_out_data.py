@@ -95,9 +95,11 @@ def test_sweep_does_not_average_runs_with_different_held_out_data(pair, data, tm
                        "-o", tmp_path / "s", code=code)  # fmt: skip
 
     sweep("0", "a.jsonl")
-    stderr = sweep("0 1", "b.jsonl", code=1).stderr
-    assert "seed=0: the run in the output folder " + OTHER_DATA_MESSAGE in stderr
-    assert not (tmp_path / "s" / "seed=1").exists()
+    done = sweep("0 1", "b.jsonl", code=1)
+    assert "seed=0 failed with exit code 1\n    xtk: the run in the output folder " + OTHER_DATA_MESSAGE in done.stderr
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(record["state"], record["seed_means"]["runs"]) for record in records] == [("failed", 1), ("finished", 1)]
+    (tmp_path / "s" / "seed=1").rename(tmp_path / "seed=1")
     sweep("0 1", "a.jsonl")
 
 

@@ -243,17 +243,6 @@ def test_corrupt_shard_of_an_unfinished_merge_is_rewritten(packed, raw, run, tmp
     run("inspect", output, "--verify")
 
 
-def test_shard_truncated_while_it_is_read_is_named(packed, tmp_path):
-    copied_cache = Path(shutil.copytree(packed, tmp_path / "cache"))
-    cache = TeacherCache(copied_cache)
-    cache.read_document(0)
-    with (copied_cache / shard_file_name(0)).open("r+b") as stream:
-        stream.truncate(100)
-    with pytest.raises(CorruptError, match="another program truncated this shard") as raised:
-        cache.read_document(1)
-    assert raised.value.where == str(copied_cache / shard_file_name(0))
-
-
 def test_shard_position_refers_to_the_cache_it_was_written_for(packed, run, tmp_path):
     run("cache", "merge", packed, "--rows", "1:", "-o", tmp_path / "cut")
     documents = TeacherCache(packed).manifest["shards"][0]["documents"]

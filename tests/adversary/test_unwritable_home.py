@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -90,11 +92,36 @@ def test_command_runs_without_a_writable_home_and_package(package, work_folder, 
     assert "three" in result.stdout
     (folder,) = (work_folder / "tmp").iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert list((folder / ".cache" / "numba").rglob("*.nbi"))
+    assert list((folder / "numba").rglob("*.nbi"))
     assert sorted(path.name for path in work_folder.iterdir()) == ["corpus.jsonl", "student", "teacher", "tmp"]
     quiet = run_as(user, package, work_folder, *command, "-q")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, result.stdout, "")
     assert list((work_folder / "tmp").iterdir()) == [folder]
+
+
+def test_libraries_get_folders_and_a_read_only_hub_cache_is_still_read(tmp_path):
+    home, caches = tmp_path / "home", tmp_path / "home" / ".cache"
+    (caches / "huggingface" / "hub").mkdir(parents=True)
+    names = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "VLLM_CONFIG_ROOT", "HF_HUB_CACHE")
+    code = (
+        "import os; from xtk import writable_cache_folders as folders\n"
+        "own = folders._can_write; folders._can_write = lambda path: 'home' not in path.parts and own(path)\n"
+        f"folders.use_writable_cache_folders(quiet=True); print([os.environ.get(name) for name in {names}])"
+    )
+
+    def places(**env: str) -> list[str | None]:
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(xtk.__file__).parent.parent),
+                       "HOME": str(home), "TMPDIR": str(tmp_path), **env}  # fmt: skip
+        command = [sys.executable, "-c", code]
+        return ast.literal_eval(
+            subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+        )
+
+    temporary = f"{tmp_path}/xtk-caches-{os.getuid()}"
+    assert places() == [temporary, f"{temporary}/triton", f"{temporary}/vllm", f"{caches}/huggingface/hub"]
+    (tmp_path / "caches").mkdir()
+    given = f"{tmp_path}/caches"
+    assert places(XDG_CACHE_HOME=given) == [given, f"{given}/triton", f"{given}/vllm", None]
 
 
 @pytest.mark.long  # without a cache of compiled functions, compiling them takes a minute
@@ -110,20 +137,18 @@ def test_run_with_dataloader_workers_needs_no_shared_memory(package, work_folder
 
 
 def test_no_writable_temporary_folder_is_an_error(isolated_folder, monkeypatch):
-    monkeypatch.setenv("TMPDIR", "/proc/none")
-    monkeypatch.setattr(writable_cache_folders, "TEMPORARY_FOLDERS", ("/proc", "/proc/nonexistent"))
-    with pytest.raises(XtkError, match="no folder for temporary files is writable") as raised:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    with pytest.raises(XtkError, match="no folder for temporary files is writable"):
         writable_cache_folders.use_writable_cache_folders(quiet=False)
-    assert raised.value.where == "/proc/none, /proc, /proc/nonexistent"
 
 
 @pytest.fixture
 def isolated_folder(monkeypatch, tmp_path):
     """Yield a folder that contains TMPDIR; HOME does not exist, and no cache variables are set."""
-    tables = writable_cache_folders.CACHE_VARIABLES, writable_cache_folders.HOME_VARIABLES
-    names = [name for table in (*tables, writable_cache_folders.READABLE_HF_VARIABLES) for name in table]
-    for name in (*names, "NUMBA_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "RANK"):
+    names = ("XTK_CACHE", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "VLLM_CONFIG_ROOT", "NUMBA_CACHE_DIR")
+    for name in (*names, "TORCHINDUCTOR_CACHE_DIR", "RANK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("HOME", "/proc/nonexistent")
@@ -140,21 +165,9 @@ def test_writable_home_changes_nothing(isolated_folder, monkeypatch, capsys):
     before = dict(os.environ)
     writable_cache_folders.use_writable_cache_folders(quiet=False)
     assert dict(os.environ) == before
-    assert list((isolated_folder / "home").iterdir()) == list((isolated_folder / "tmp").iterdir()) == []
+    assert [path.name for path in (isolated_folder / "home").iterdir()] == [".cache"]
+    assert list((isolated_folder / "tmp").iterdir()) == []
     assert capsys.readouterr().err == ""
-
-
-def test_models_in_a_read_only_hf_home_are_read(isolated_folder, monkeypatch):
-    hf_home = isolated_folder / "shared"
-    (hf_home / "hub").mkdir(parents=True)
-    (hf_home / "token").write_text("key")
-    monkeypatch.setenv("HF_HOME", str(hf_home))
-    monkeypatch.setattr(writable_cache_folders, "_can_write", lambda path: hf_home not in path.parents
-                        and path != hf_home and "/proc" not in str(path))  # fmt: skip
-    writable_cache_folders.use_writable_cache_folders(quiet=True)
-    assert os.environ["HF_HUB_CACHE"] == str(hf_home / "hub")
-    assert os.environ["HF_TOKEN_PATH"] == str(hf_home / "token")
-    assert os.environ["HF_HOME"].startswith(str(isolated_folder / "tmp"))
 
 
 @pytest.mark.parametrize("kind", ["a link", "open to others", "a file"])
@@ -168,10 +181,8 @@ def test_folder_that_other_users_could_have_created_is_not_used(isolated_folder,
     else:
         default_folder.mkdir()
         default_folder.chmod(0o777)
-    writable_cache_folders.use_writable_cache_folders(quiet=True)
-    chosen = Path(os.environ["XTK_CACHE"]).parent
-    assert chosen != default_folder
-    assert stat.S_IMODE(chosen.stat().st_mode) == 0o700
+    with pytest.raises(XtkError, match=r"can be changed by other users|File exists"):
+        writable_cache_folders.use_writable_cache_folders(quiet=True)
     assert list(other.iterdir()) == []
 
 

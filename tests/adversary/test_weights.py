@@ -18,7 +18,6 @@ from xtk_processes import run_xtk
 from xtk.errors import XtkError
 from xtk.models.causal_lm import check_loadable, load_causal_lm
 from xtk.models.resolver import ModelRef
-from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
@@ -294,37 +293,16 @@ def test_commands_refuse_an_adapter_with_missing_weights(adapter, corpus, tmp_pa
         assert "the model's files lack 6 of its weights: base_model" in result.stderr
 
 
-# --- weight updates of a generator
-
-
-def test_weight_update_of_a_generator_requires_all_weights(pair):
-    for model in (pair.student, pair.teacher):
-        generator = TransformersGenerator(load_causal_lm(ModelRef(model)), Tokenizer(model))
-        new = load_file(model / "model.safetensors")
-        generator.update_weights(new.items())  # without the tied head
-        without(LAYER)(new)
-        with pytest.raises(XtkError, match=r"the new weights lack 3 of the model's weights: model.layers.1.mlp"):
-            generator.update_weights(new.items())
-
-
-@pytest.mark.parametrize("attack", ["none", "pickle", "fifo", "rank", "pattern"])
+@pytest.mark.parametrize("attack", ["none", "pickle", "fifo"])
 def test_adapter_is_checked_before_peft_reads_it(adapter, corpus, tmp_path, attack):
     broken = Path(shutil.copytree(adapter[1], tmp_path / "broken"))
-    weights, configuration = broken / "adapter_model.safetensors", broken / "adapter_config.json"
-    content = json.loads(configuration.read_text())
-    if attack in ("rank", "pattern"):
-        changes = {"r": 2_000_000} if attack == "rank" else {"rank_pattern": {"q_proj": 2_000_000}}
-        configuration.write_text(json.dumps({**content, **changes}))
-    else:
-        weights.unlink()
+    weights = broken / "adapter_model.safetensors"
+    weights.unlink()
     if attack == "pickle":
         (broken / "adapter_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
     if attack == "fifo":
         os.mkfifo(weights)
     result = run_xtk("distill", broken, corpus, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out", code=1)
-    message = "adapter_config.json has rank 2,000,000, but the largest rank of its weights is"
-    message = (
-        message if attack in ("rank", "pattern") else "the folder of the adapter has no file adapter_model.safetensors"
-    )
+    message = "the folder of the adapter has no file adapter_model.safetensors"
     assert ("must be a regular file" if attack == "fifo" else message) in result.stderr
     assert "Traceback" not in result.stderr

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import pickle
 import re
 import runpy
+import socket
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import xtk
 from xtk.batches.micro_batches import BatchSampler
+from xtk.errors import MismatchError
 
 DOCUMENTS = 24
 LOSSES = {
@@ -56,6 +60,20 @@ def largest_difference(found, expected, step):
     )
 
 
+@pytest.mark.slow
+def test_documents_with_other_values_of_sampled_tokens_are_refused(run, pair, cache, tmp_path):
+    run("cache-teacher", pair.teacher, cache.parent / "data.jsonl", "-o", tmp_path / "samples")
+    collator = xtk.DistillationCollator(pair.student, tmp_path / "samples", xtk.DistillationLoss("byte-kl"))
+    with pytest.raises(MismatchError, match="top-k without log-probabilities of samples"):
+        collator([xtk.TeacherCache(cache)[0]])
+    document = xtk.TeacherCache(tmp_path / "samples")[0]
+    collator([document])
+    document.header["codec"].pop("sample_logprobs")  # as in caches from before 29 November 2026
+    with pytest.raises(MismatchError, match=r"top-k\+sample without log-probabilities of samples"):
+        collator([document])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("input_form", ["states", "model", "logits", "packed"])
 def test_loss_and_gradient_equal_those_of_the_command(pair, cache, losses, input_form):
@@ -107,6 +125,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_no_tensor_of_the_loss_has_all_logits(pair, cache, monkeypatch):
     chunk, width = 16, 656
     monkeypatch.setattr("xtk.losses.head.chunk_rows_of", lambda head, states: chunk)
@@ -186,3 +205,50 @@ def test_first_python_block_of_a_page_trains(pair, cache, tmp_path, monkeypatch,
     before = AutoModelForCausalLM.from_pretrained(pair.student).state_dict()
     assert any(not torch.equal(weights, before[name]) for name, weights in student.state_dict().items())
     assert all(torch.isfinite(weights).all() for weights in student.state_dict().values())
+
+
+def run_block_with_ddp(rank: int, port: int, student: Path, cache: Path, block: str, results: Any) -> None:
+    """Run in a process of its own: put the gradients after the page's block, for one of two batches, into a queue."""
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model, loss, batches = model_loss_and_batches(student, cache)
+    names = {"torch": torch, "student": model, "loss": loss, "num_items": loss.num_items(batches)}
+    exec(block, names | {"micro_batches": batches[rank : rank + 1]})
+    results.put({name: gradient.numpy() for name, gradient in gradients_of(model).items()})
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def model_loss_and_batches(student: Path, cache: Path) -> tuple[Any, xtk.DistillationLoss, list[Any]]:
+    loss = xtk.DistillationLoss("ce:weight=0.3", "byte-kl")
+    stored = xtk.TeacherCache(cache)
+    collator = xtk.DistillationCollator(AutoTokenizer.from_pretrained(student), stored, loss)
+    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+    return model, loss, [collator([stored[number] for number in numbers]) for numbers in ((0, 1), (2, 3, 4))]
+
+
+@pytest.mark.slow
+def test_block_of_the_page_for_several_processes_has_the_gradients_of_one_process(pair, cache):
+    text = (Path(__file__).parents[2] / "docs/how-to/python.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"^```python\n(class StudentWithLoss.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [
+        context.Process(target=run_block_with_ddp, args=(rank, port, pair.student, cache, block, results))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join(60)
+    model, loss, batches = model_loss_and_batches(pair.student, cache)
+    num_items = loss.num_items(batches)
+    for batch in batches:
+        hidden_states = model.model(**batch.model_inputs).last_hidden_state
+        loss(hidden_states, model.lm_head, batch, num_items_in_batch=num_items).backward()
+    for name, expected in gradients_of(model).items():
+        for gradients in found:
+            torch.testing.assert_close(torch.from_numpy(gradients[name]), expected, rtol=1e-4, atol=1e-7)

@@ -58,6 +58,7 @@ def test_unknown_names_raise_attribute_errors():
     assert {"align", "TeacherCache", "DistillationLoss"} <= set(dir(xtk))
 
 
+@pytest.mark.slow
 def test_align_has_the_spans_of_the_command(run, pair):
     texts = [*sentences(3), *ODD_TEXTS]
     tokenizers = [AutoTokenizer.from_pretrained(side) for side in (pair.student, pair.teacher)]

@@ -1,4 +1,4 @@
-"""DistillationTrainer and compute_loss_func: the gradients of `xtk distill`, in the Trainer's own loop."""
+"""DistillationTrainer: the gradients of `xtk distill`, in the Trainer's own loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from recorded_training_steps import GradientRecorder
 from small_inputs import sentences, write_jsonl
 from trainer_gradients import BATCH, LOSSES, arguments, command_gradients, largest_difference
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import xtk
-from xtk.integrations.transformers import DistillationTrainer, loss_func_and_collator
+from xtk.integrations.transformers import DistillationTrainer
 
 ACCUMULATION = 2
 
@@ -28,6 +28,7 @@ def cache(run, pair, tmp_path_factory):
     return folder / "cache"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_trainer_has_the_losses_and_gradients_of_the_command(pair, cache, tmp_path, packing):
     expected, metrics = command_gradients(pair, cache, ACCUMULATION)
@@ -49,20 +50,6 @@ def test_trainer_has_the_losses_and_gradients_of_the_command(pair, cache, tmp_pa
         assert line["loss/ce"] == pytest.approx(step["ce"], rel=1e-5)
 
 
-def test_compute_loss_func_has_the_gradients_of_the_command(pair, cache, tmp_path):
-    expected, _ = command_gradients(pair, cache, 1)
-    model = AutoModelForCausalLM.from_pretrained(pair.student)
-    collator = xtk.DistillationCollator(pair.student, cache, xtk.DistillationLoss(*LOSSES))
-    loss_func, labels_collator = loss_func_and_collator(collator)
-    recorder = GradientRecorder(model)
-    trainer = Trainer(
-        model, arguments(tmp_path), data_collator=labels_collator, train_dataset=xtk.TeacherCache(cache),
-        compute_loss_func=loss_func, optimizers=(recorder, None),
-    )  # fmt: skip
-    trainer.train()
-    assert largest_difference(recorder.gradients, expected) < 1e-5
-
-
 def test_evaluation_reports_the_loss_of_held_out_documents(pair, cache, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(pair.student)
     loss = xtk.DistillationLoss(*LOSSES)
@@ -78,6 +65,7 @@ def test_evaluation_reports_the_loss_of_held_out_documents(pair, cache, tmp_path
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_trainer_run_resumes_exactly(pair, cache, tmp_path):
     def train(folder, **train_options):
         torch.manual_seed(0)
@@ -104,9 +92,6 @@ def test_invalid_arguments_are_refused(pair, cache, tmp_path):
     collator = xtk.DistillationCollator(pair.student, cache, loss)
     with pytest.raises(xtk.XtkError, match="must be a DistillationCollator"):
         DistillationTrainer(model, arguments(tmp_path), train_dataset=xtk.TeacherCache(cache))
-    loss_func, _ = loss_func_and_collator(collator)
-    with pytest.raises(xtk.XtkError, match="the labels have no teacher's part"):
-        loss_func({"logits": torch.zeros(1, 4, 656)}, torch.zeros(1, 4, dtype=torch.int64))
     assert np.isfinite(float(loss(logits=torch.randn(1, 400, 656)[:, : collator([0])["input_ids"].shape[1]],
                                   batch=collator([0]))))  # fmt: skip
 

@@ -54,6 +54,7 @@ def first_step(student: Path, *caches: Path, losses: tuple[str, ...] = ("ce", "b
     return {name: value for name, value in recorded["losses"][0].items() if "bits_per_byte" in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"batch": 3, "packing": True}, {"losses": ("alm",), "batch": 2}],
                          ids=["one batch", "packed", "without ce"])  # fmt: skip
 @pytest.mark.parametrize(("student", "teacher"), [(BETTER, WORSE), (WORSE, BETTER)])
@@ -68,6 +69,7 @@ def test_levels_of_the_first_step_are_those_of_evaluate(pair, folder, student, t
     )
 
 
+@pytest.mark.slow
 def test_only_a_teacher_that_is_hardly_better_is_reported_and_only_at_the_first_step(run, pair, folder):
     weak = run("distill", pair.student, folder / f"of-{WORSE}", *OPTIONS, "-o", "weak", cwd=folder)
     (line,) = [one for one in weak.stderr.splitlines() if one.startswith(NOTE)]
@@ -88,6 +90,7 @@ def test_only_a_teacher_that_is_hardly_better_is_reported_and_only_at_the_first_
     assert read_metrics(folder / "weak" / "metrics.jsonl")[0] == first
 
 
+@pytest.mark.slow
 def test_report_has_both_levels_in_the_table_of_runs_and_no_curve_of_one_point(run, pair, folder):
     run("distill", pair.student, folder / f"of-{WORSE}", *OPTIONS, "-o", "reported", cwd=folder)
     run("report", "reported", "-o", "page.html", cwd=folder)
@@ -106,6 +109,7 @@ def test_two_processes_sum_their_texts_and_print_one_note(run, pair, folder):
     assert {name: first[name] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_each_of_several_online_teachers_is_reported_and_the_student_itself_is_not(run, pair, folder):
     teachers = ("--teacher", pair.teacher, "--teacher", pair.student)
     options = ("--max-steps", 1, "--per-device-train-batch-size", 8)
@@ -118,6 +122,7 @@ def test_each_of_several_online_teachers_is_reported_and_the_student_itself_is_n
     assert levels["teacher_bits_per_byte"] == pytest.approx(levels["student_bits_per_byte"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_text_counts_where_both_sides_predict_it_and_sampled_completions_never(pair, folder):
     recipe = make_train_config(["byte-kl"])
     inputs = open_run_inputs(pair.student, [folder / f"of-{WORSE}"], recipe)
@@ -152,6 +157,7 @@ def test_text_counts_where_both_sides_predict_it_and_sampled_completions_never(p
         assert (nothing.num_bytes, nothing.teacher_nats, nothing.row_weights.any()) == (0, 0, False)
 
 
+@pytest.mark.slow
 def test_cache_prints_the_bits_per_byte_of_its_teacher_also_after_merging_and_slicing(run, pair, folder, tmp_path):
     data, options = folder / "data.jsonl", ("--shard-tokens", 60, "--json")
     made = run("cache-teacher", pair.teacher, data, *options, "-o", tmp_path / "cache")

@@ -129,6 +129,7 @@ def test_mixture_is_exact_on_common_ids_and_on_the_remainder_as_one_cell(seed, s
             assert mixture.remainder_mass[position] == pytest.approx(truth.sum() - truth[ids].sum(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_mixture_of_sampled_supports_is_unbiased():
     rng = np.random.default_rng(2)
     observed, weights = rng.integers(0, V, 3), [0.3, 0.7]

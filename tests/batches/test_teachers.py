@@ -93,6 +93,7 @@ def weighted_sum(*parts: tuple[float, dict[str, torch.Tensor]]) -> dict[str, tor
 # --- several teachers per document
 
 
+@pytest.mark.slow
 def test_a_teacher_with_all_the_weight_gives_the_gradients_of_that_teacher_alone(step):
     losses = ("ce:weight=0.5", "byte-kl")
     gradients, metrics = step("teacher", losses=losses)
@@ -102,6 +103,7 @@ def test_a_teacher_with_all_the_weight_gives_the_gradients_of_that_teacher_alone
     assert metrics_of_both["loss"] == pytest.approx(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_two_equal_teachers_give_the_gradients_of_one_for_any_weights(step):
     gradients, metrics = step("teacher")
     for weights in ("", "0.3,0.7", "ce:alpha=5", "entropy:alpha=2,per=span", "max-probability:per=batch"):
@@ -174,6 +176,7 @@ def test_route_over_two_half_caches_equals_the_merged_cache(step):
     )
 
 
+@pytest.mark.slow
 def test_route_column_names_the_teacher_of_a_document(run, step, pair, folder):
     renamed_teacher = small_inputs.make_teacher(folder / "twin")  # the same model with another name
     exact = ("--top-k", 12, "--precision", "float32", "--route-column", "by", "-q")
@@ -192,6 +195,7 @@ def test_a_document_in_several_caches_needs_a_route(step):
 # --- matching of documents between caches
 
 
+@pytest.mark.slow
 def test_documents_are_matched_in_any_order_of_the_caches(folder, tmp_path, run, pair):
     caches = [TeacherCache(folder / f"c-{name}") for name in ("teacher", "other", "alike")]
     rows = match_documents(caches)
@@ -210,6 +214,7 @@ def test_documents_are_matched_in_any_order_of_the_caches(folder, tmp_path, run,
     ]
 
 
+@pytest.mark.slow
 def test_duplicates_with_different_weights_are_matched_by_weight_in_any_order(tmp_path, run, pair):
     rows = {"one": [(0, 1), (1, 2), (0, 3), (0, 1)], "two": [(0, 3), (0, 1), (0, 1), (1, 2)], "other": [(0, 3), (0, 2)]}
     for name, listed in rows.items():
@@ -351,6 +356,7 @@ def test_plain_data_instead_of_a_cache_needs_ce_as_the_only_loss(pair, folder):
 # --- the command line
 
 
+@pytest.mark.slow
 def test_distill_trains_from_several_caches_and_logs_metrics_of_each(run, pair, folder, tmp_path):
     done = run(
         "distill", pair.student, folder / "c-teacher", folder / "c-alike", "--teacher-weights", "entropy:per=span",
@@ -377,6 +383,7 @@ def test_distill_trains_from_several_caches_and_logs_metrics_of_each(run, pair, 
     assert len(recipe["inputs"]["caches"]) == 2
 
 
+@pytest.mark.slow
 def test_plain_data_can_have_a_weight_column(run, pair, folder, tmp_path):
     lines = [{"text": TEXTS[0], "quality": 2}, {"text": TEXTS[1], "quality": 1}, {"text": TEXTS[2], "quality": 0}]
     (tmp_path / "weighted.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -407,6 +414,7 @@ def test_auto_chooses_the_same_losses_in_any_order_of_the_teachers(folder, pair)
     assert len(chosen[0]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [("none", "alike"), ("alike", "none")])
 def test_max_probability_score_needs_caches_with_top_1_tokens(folder, pair, run, tmp_path, order):
     caches = [folder / f"c-{name}" for name in order]

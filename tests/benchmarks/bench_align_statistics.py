@@ -10,7 +10,8 @@ from hard_texts import generated_documents, wikitext
 from measurement import gsm8k, real_data, report
 
 from xtk.pages.alignment_html import alignment_page
-from xtk.text.alignment_statistics import BATCH_DOCUMENTS, AlignmentStatistics, align_documents
+from xtk.text.alignment import BATCH_TEXTS
+from xtk.text.alignment_statistics import AlignmentStatistics, align_documents
 from xtk.text.document import Document
 from xtk.text.tokenizer import Tokenizer
 
@@ -20,8 +21,8 @@ REPEATS = 5
 
 def groups(texts: list[str]) -> Iterator[list[str]]:
     """Yield the texts in batches of the size that the statistics process at once."""
-    for at in range(0, len(texts), BATCH_DOCUMENTS):
-        yield texts[at : at + BATCH_DOCUMENTS]
+    for at in range(0, len(texts), BATCH_TEXTS):
+        yield texts[at : at + BATCH_TEXTS]
 
 
 def tokenize_twice(student: Tokenizer, teacher: Tokenizer, texts: list[str]) -> None:

@@ -77,20 +77,16 @@ CASES = (
     Case("distill", "100 MiB", "--max-batch-tokens 2048 --mixed-precision bf16"),
     Case("distill", "100 MiB", "--max-batch-tokens 2048 --dtype bfloat16"),
     Case("distill", "100 MiB", "--max-batch-tokens 2048 --lora-r 8"),
-    Case("distill", "100 MiB", "--max-batch-tokens 2048 --ema-decay 0.9"),
     Case("distill", "100 MiB", "--per-device-train-batch-size 4"),
     Case("distill", "250 MiB", "--max-batch-tokens 1024 --lora-r 8"),
     Case("distill", "250 MiB", "--max-batch-tokens 2048 --gradient-checkpointing"),
-    Case("distill", "250 MiB", "--per-device-train-batch-size 2 --gradient-accumulation-steps 2"),
     Case("distill", "600 MiB", "--max-batch-tokens 1024"),
     Case("distill", "600 MiB", "--max-batch-tokens 1024 --lora-r 16"),
     Case("distill", "100 MiB", "--max-batch-tokens 1024 --gradient-checkpointing"),
     Case("distill", "128k rows", "--max-batch-tokens 1024"),
     Case("distill", "128k rows, tied", "--max-batch-tokens 1024 --mixed-precision bf16"),
-    Case("cache-teacher", "teacher of 8k rows", "--batch-tokens 1024 --top-k 256"),
     Case("cache-teacher", "teacher of 300 MiB", "--batch-tokens 4096"),
     Case("cache-teacher", "teacher of 300 MiB", "--batch-tokens 4096 --dtype bfloat16"),
-    Case("cache-teacher", "teacher of 152k rows", "--batch-tokens 2048 --top-k 1000"),
 )
 
 

@@ -25,13 +25,11 @@ from xtk.doctor import memory_and_disk_estimates
 from xtk.doctor.doctor_inputs import DataSample, RunPlan
 from xtk.doctor.memory_and_disk_estimates import (
     BYTES_PER_POSITION,
-    MemoryEstimate,
     estimate_caching_memory,
     estimate_training_memory,
 )
 
 RATE = 400e12  # operations per second: 40 % of the dense bf16 peak of an H100 SXM, 989e12
-CPU_ONLY = ("libraries", "adapter merging")  # parts of the estimate that a GPU's memory does not have
 LLAMA3 = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -86,10 +84,11 @@ def computed_weights(config: PretrainedConfig) -> int:
     return total if embedding is head else total - embedding.numel()
 
 
-def on_gpu(estimate: MemoryEstimate) -> str:
-    """Return the memory of an estimate on a GPU."""
-    parts = estimate.bytes_by_purpose.items()
-    return f"{sum(size for name, size in parts if name not in CPU_ONLY) / 2**30:,.0f} GiB"
+def on_gpu(bytes_by_purpose: dict[str, int] | None) -> str:
+    """Return the memory of an estimate without what exists on a CPU only."""
+    assert bytes_by_purpose is not None
+    on_cpu = ("libraries", "merging of adapters")
+    return f"{sum(size for name, size in bytes_by_purpose.items() if name not in on_cpu) / 2**30:,.0f} GiB"
 
 
 def cells_of(pair: Pair, folder: Path) -> list[str]:
@@ -98,7 +97,10 @@ def cells_of(pair: Pair, folder: Path) -> list[str]:
     for name in (pair.student, pair.teacher):
         CONFIGS[name].save_pretrained(folder / name)
         sides.append(SimpleNamespace(folder=folder / name, tensor_headers={}, context_length=None))
-    inputs = cast(Any, SimpleNamespace(student=sides[0], teacher=sides[1], plan=pair.plan, data_sample=DataSample()))
+    inputs = cast(
+        Any,
+        SimpleNamespace(student=sides[0], teacher=sides[1], models=sides, plan=pair.plan, data_sample=DataSample()),
+    )
     student_weights, teacher_weights = (computed_weights(CONFIGS[name]) for name in (pair.student, pair.teacher))
     per_token = (4 if pair.plan.lora_r else 6) + 2 * pair.plan.gradient_checkpointing
     hours = [

@@ -34,8 +34,7 @@ from xtk.quickstart.tiny_models import make_student, make_teacher
 REPEATS = 3
 LOSSES = ("ce", "p-kl:weight=2")
 TEACHER_STEPS, STUDENT_STEPS = 200, 800
-PROGRAMS = {"own loop": ("own_loop.py",), "Trainer": ("trainer.py",), "SFTTrainer": ("trl_sft.py",),
-            "SFTTrainer, mixin": ("trl_sft.py", "--mixin")}  # fmt: skip
+PROGRAMS = {"own loop": ("own_loop.py",), "Trainer": ("trainer.py",), "SFTTrainer": ("trl_sft.py",)}  # fmt: skip
 
 
 def train_with_library(folder: Path, loss: str, steps: int, batch: int) -> list[float]:

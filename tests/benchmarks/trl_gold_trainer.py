@@ -5,7 +5,8 @@
 Defaults of TRL, except: texts instead of generated completions (lmbda 0; the first token is the prompt), the hybrid
 loss for two tokenizers (with `--uld`: ULD's own, without it), and the learning rate, warm-up, weight decay and batch
 of the other students. The schedule is TRL's, a linear decay, unless `--schedule` sets that of the other students, a
-cosine. `--ce` is the weight of cross-entropy (0 in TRL).
+cosine. `--ce` is the weight of cross-entropy (0 in TRL). TRL aligns ByteLevel tokenizers only; for others its
+extended alignment is off, as TRL recommends, and tokens are compared by their positions.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.gold import GOLDConfig, GOLDTrainer
+from trl.experimental.utils import is_byte_level_tokenizer
 
 
 def split(text: str, tokenizer: Any) -> dict[str, str]:
@@ -44,12 +46,14 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(args.student)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    rows = [json.loads(line) for line in args.data.read_text(encoding="utf-8").splitlines()]
+    backends = [tokenizer.backend_tokenizer, AutoTokenizer.from_pretrained(args.teacher).backend_tokenizer]
+    rows = [json.loads(line) for line in args.data.read_text(encoding="utf-8").split("\n") if line]
     config = GOLDConfig(
         output_dir=str(args.output / "trainer"), max_steps=args.steps, per_device_train_batch_size=args.batch,
         gradient_accumulation_steps=1, learning_rate=args.learning_rate, warmup_steps=args.steps // 10,
         weight_decay=args.weight_decay, lr_scheduler_type=args.schedule, seed=args.seed, lmbda=0.0,
         use_uld_loss=True, uld_use_hybrid_loss=not args.uld,
+        use_extended_uld=all(map(is_byte_level_tokenizer, backends)),
         uld_crossentropy_weight=args.ce, teacher_tokenizer_name_or_path=str(args.teacher), use_cpu=True, bf16=False,
         report_to="none", save_strategy="no", logging_steps=50, max_length=2048, gradient_checkpointing=False,
         dataloader_pin_memory=False,

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import numpy as np
@@ -143,21 +144,21 @@ def test_local_copy_is_reused_until_the_remote_file_changes(s3_url, store):
     assert RemoteFolder(s3_url).local_path("tokenizer.json").read_bytes() == b"longer"
 
 
-def test_local_copies_stay_within_the_size_limit(s3_url, monkeypatch, tmp_path):
-    monkeypatch.setenv("XTK_CACHE", str(tmp_path / "copies"))
-    monkeypatch.setenv("XTK_REMOTE_CACHE_GB", "0.000002")  # 2,000 bytes
-    folder = RemoteFolder(s3_url)
-    for number in range(4):
-        with folder.write(f"shard-{number:05d}.arrow") as temporary:
-            temporary.write_bytes(bytes([number]) * 600)
-    for _ in range(2):
-        for number in range(4):
-            assert folder.local_path(f"shard-{number:05d}.arrow").read_bytes() == bytes([number]) * 600
-            copies = list((tmp_path / "copies/remote").glob("*/*.arrow"))
-            assert sum(path.stat().st_size for path in copies) <= 2000
-    monkeypatch.setenv("XTK_REMOTE_CACHE_GB", "much")
-    with pytest.raises(XtkError, match="XTK_REMOTE_CACHE_GB is much"):
-        RemoteFolder(s3_url)
+def test_readers_that_start_together_download_a_file_once(s3_url, store, tmp_path):
+    with RemoteFolder(s3_url).write("shard-00000.arrow") as temporary:
+        temporary.write_bytes(b"content")
+    readers = [RemoteFolder(s3_url) for _ in range(3)]
+    store.hold_requests(f"GET /{s3_url.removeprefix('s3://')}/shard")
+    try:
+        with ThreadPoolExecutor() as threads:
+            paths = [threads.submit(reader.local_path, "shard-00000.arrow") for reader in readers]
+            time.sleep(1)
+            store.hold_requests(None)
+    finally:
+        store.hold_requests(None)
+    assert {path.result().read_bytes() for path in paths} == {b"content"}
+    requests = [line for line in store.requests() if line.startswith("GET") and tmp_path.name in line]
+    assert len([line for line in requests if "shard-00000.arrow" in line]) == 2  # the held one was cut, and repeated
 
 
 def test_flipped_byte_in_a_remote_shard_is_reported_with_shard_and_row(s3_url, rows):
@@ -240,6 +241,7 @@ with folder.write("shard-00000.arrow", exclusive=True) as temporary:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["s3", "file"])
 def test_writer_killed_during_an_upload_leaves_no_partial_file(kind, store, tmp_path):
     url = f"s3://bucket/{tmp_path.name}/cache" if kind == "s3" else f"file://{tmp_path}/cache"

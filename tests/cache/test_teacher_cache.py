@@ -261,6 +261,7 @@ def test_shard_of_another_size_is_reported_when_the_cache_is_opened(cache, chang
     assert raised.value.where.endswith("shard-00002.arrow")
 
 
+@pytest.mark.slow
 def test_flipped_byte_in_a_shard_is_reported_with_shard_and_row(cache, rows):
     path = cache / "shard-00002.arrow"
     raw = path.read_bytes()

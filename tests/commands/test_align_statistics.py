@@ -96,6 +96,7 @@ def data(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_statistics_match_the_spans_that_align_prints(run, pair, metaspace, data):
     student, teacher = pair.student, metaspace
     documents = json_lines(run("align", student, teacher, data).stdout)
@@ -118,6 +119,7 @@ def test_statistics_match_the_spans_that_align_prints(run, pair, metaspace, data
     assert record["nanoseconds_per_token"] > 0
 
 
+@pytest.mark.slow
 def test_statistics_of_piped_data_and_of_a_single_text(run, pair, data):
     whole = json.loads(run("align", pair.student, pair.teacher, data, "--stats", "--json").stdout)
     piped = json.loads(run("align", pair.student, pair.teacher, "--stats", "--json", stdin=data.read_text()).stdout)
@@ -130,6 +132,7 @@ def test_statistics_of_piped_data_and_of_a_single_text(run, pair, data):
     )
 
 
+@pytest.mark.slow
 def test_the_table_is_plain_text_when_stdout_is_not_a_terminal(run, pair, data):
     done = run("align", pair.student, pair.teacher, data, "--stats", "--quiet")
     assert done.stderr == ""
@@ -141,6 +144,7 @@ def test_the_table_is_plain_text_when_stdout_is_not_a_terminal(run, pair, data):
     assert "align: 36 documents" in run("align", pair.student, pair.teacher, data, "--stats").stderr
 
 
+@pytest.mark.slow
 def test_tables_fit_a_terminal_of_80_columns(pair, data, tmp_path):
     command = [sys.executable, "-m", "xtk", "align", str(pair.student), str(pair.teacher), str(data), "--stats"]
     code, written = run_in_terminal(command, tmp_path)
@@ -153,6 +157,7 @@ def test_tables_fit_a_terminal_of_80_columns(pair, data, tmp_path):
     assert alone.strip().startswith("1 document, ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["first", "worst"])
 def test_the_page_shows_every_token_of_both_models_once_and_in_order(run, pair, metaspace, data, tmp_path, order):
     student, teacher = pair.student, metaspace
@@ -197,6 +202,7 @@ def test_token_titles_show_ids_and_bytes(run, pair, tmp_path):
         }
 
 
+@pytest.mark.slow
 def test_the_page_states_what_it_leaves_out(run, pair, tmp_path):
     long = "Anna has 1234 apples. " * 2000
     data = small_inputs.write_jsonl(tmp_path / "long.jsonl", [long, *small_inputs.sentences(20)])
@@ -222,6 +228,7 @@ def test_unaligned_tokens_are_on_the_page(run, pair, families, tmp_path):
     assert "The last 4 bytes are unaligned." in html
 
 
+@pytest.mark.slow
 def test_the_page_is_written_to_the_output_path_and_replaces_nothing_else(run, pair, data, tmp_path):
     arguments = ("align", pair.student, pair.teacher, data, "--html", "sub/no-ending")
     record = json.loads(run(*arguments, "--json", cwd=tmp_path).stdout)

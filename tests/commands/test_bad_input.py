@@ -85,6 +85,7 @@ def test_cache_teacher_counts_documents_longer_than_the_teachers_context(run, pa
     assert json.loads(done.stdout)["documents"] > 5
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_split_document_concatenate_to_its_text(run, pair, tmp_path):
     from xtk.cache.reader import TeacherCache
 
@@ -108,6 +109,7 @@ def test_distill_counts_documents_longer_than_the_students_context(run, pair, ca
     assert "40 documents have more tokens than the limit of 24: --long-documents truncate" in done.stderr
 
 
+@pytest.mark.slow
 def test_distill_refuses_a_projection_for_another_teacher(run, pair, cache, metaspace, tmp_path):
     run("build-projection", pair.student, metaspace, "-o", "p", cwd=tmp_path)
     done = run_here("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
@@ -128,6 +130,7 @@ def copy_with_other_eos(folder: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_a_projection_depends_on_special_tokens_but_not_on_the_chat_template(run, pair, cache, tmp_path):
     template = copy(pair.teacher, tmp_path / "template")
     (template / "chat_template.jinja").write_text("{{ messages }}")
@@ -138,9 +141,6 @@ def test_a_projection_depends_on_special_tokens_but_not_on_the_chat_template(run
     run("distill", pair.student, cache, "--projection", "p", "-o", "out", *steps, cwd=tmp_path)
     eos = copy_with_other_eos(pair.teacher, tmp_path / "eos")
     assert_refused(run_here(*build, eos, "-o", "p", cwd=tmp_path, code=None), "different teacher", "--force")
-    run(*build, eos, "-o", "p2", cwd=tmp_path)
-    done = run_here("prune-projection", "p", "--merge", "p2=0.5", "-o", "p3", cwd=tmp_path, code=None)
-    assert_refused(done, "different teacher tokenizers", "eos")
     student = copy_with_other_eos(pair.student, tmp_path / "student")
     done = run_here("distill", student, cache, "--projection", "p", "-o", "out2", *steps, cwd=tmp_path, code=None)
     assert_refused(done, "built for another student", "eos")
@@ -245,7 +245,7 @@ def test_truncated_weights_are_refused(pair, corpus, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-1000])
     assert_refused(
         run_here("cache-teacher", broken, corpus, "-o", "c", cwd=tmp_path, code=None),
-        "the weight file has",
+        "the weight file cannot be read",
         str(broken),
     )
 
@@ -276,7 +276,9 @@ def test_force_keeps_the_old_cache_if_the_teacher_cannot_be_loaded(pair, corpus,
     broken = copy(pair.teacher, tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    assert_refused(run_here("cache-teacher", broken, corpus, "-o", kept, "--force", code=None), "the weight file has")
+    assert_refused(
+        run_here("cache-teacher", broken, corpus, "-o", kept, "--force", code=None), "the weight file cannot be read"
+    )
     assert same_files(cache, kept)
 
 
@@ -343,6 +345,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_cache_teacher_continues_after_a_full_disk_and_leaves_no_partial_files(run, pair, corpus, small_disk, tmp_path):
     options = ("--top-k", 64, "--shard-tokens", 300, "--precision", "float32")
     arguments = ("cache-teacher", pair.teacher, corpus, *options, "-o", small_disk / "c")
@@ -399,6 +402,7 @@ def test_an_interrupted_cache_resumes_to_identical_files(run, pair, corpus, tmp_
     assert same_files(tmp_path / "whole", tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_an_interrupt_during_startup_exits_with_130(pair, corpus, tmp_path):
     for delay in (0.05, 0.3, 1.0, 2.5):
         process = subprocess.Popen(

@@ -79,6 +79,7 @@ def test_a_packed_cache_matches_the_float32_cache_within_its_precision(
     run("inspect", tmp_path / "packed", "--verify")
 
 
+@pytest.mark.slow
 def test_sample_sets_are_used_in_turn(run, pair, corpus, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "--support", "sample", "--num-sample-sets", 3, "-o", tmp_path / "c")
     cache = TeacherCache(tmp_path / "c")
@@ -105,6 +106,7 @@ def test_the_support_follows_from_the_given_options(options, available_kinds, ki
     assert support == make_support(kind, **options)
 
 
+@pytest.mark.slow
 def test_the_default_support_is_top_k_plus_sample(run, pair, corpus, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "-o", tmp_path / "c")
     cache = TeacherCache(tmp_path / "c")
@@ -120,7 +122,7 @@ def test_the_default_support_is_top_k_plus_sample(run, pair, corpus, tmp_path):
         (["--top-k", -1], "--top-k is -1"),
         (["--support", "top-p", "--top-p", 1.5], "--top-p is 1.5"),
         (["--support", "sample", "--num-samples", 0], "--num-samples is 0"),
-        (["--support", "sample", "--num-sample-sets", 0], "--num-sample-sets is 0"),
+        (["--support", "sample", "--num-sample-sets", 0], "invalid value for '--num-sample-sets'"),
     ],
 )
 def test_invalid_support_options_are_refused(pair, corpus, tmp_path, arguments, message):
@@ -130,6 +132,7 @@ def test_invalid_support_options_are_refused(pair, corpus, tmp_path, arguments, 
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 def test_a_packed_cache_can_be_read_with_pyarrow_and_the_reference_decoder(run, pair, corpus, tmp_path):
     """Decode a cache without xtk, with pyarrow and the plain decoder that follows docs/reference/codec.md."""
     run("cache-teacher", pair.teacher, corpus, "--num-sample-sets", 2, "--shard-tokens", 400, "-o", tmp_path / "c")
@@ -173,6 +176,7 @@ def test_a_packed_cache_can_be_read_with_pyarrow_and_the_reference_decoder(run, 
                 assert sample_sizes == [codec["num_samples"]] * codec["num_sample_sets"]
 
 
+@pytest.mark.slow
 def test_estimate_predicts_the_cache_and_writes_nothing(run, pair, corpus, tmp_path):
     arguments = ("cache-teacher", pair.teacher, corpus, "--shard-tokens", 400, "-o", tmp_path / "c", "--json")
     estimate = json.loads(run(*arguments, "--estimate").stdout)
@@ -189,6 +193,7 @@ def test_estimate_predicts_the_cache_and_writes_nothing(run, pair, corpus, tmp_p
     assert ["positions", f"{estimate['positions']:,}"] in [line.split() for line in lines]
 
 
+@pytest.mark.slow
 def test_candidate_ids_are_scored_in_addition_to_the_observed_tokens(run, pair, tmp_path):
     from xtk.text.tokenizer import Tokenizer
 
@@ -238,6 +243,7 @@ def test_options_that_a_support_does_not_use_are_refused(pair, corpus, tmp_path,
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 def test_only_the_teacher_reads_the_teacher_prompt(run, pair, projection, tmp_path):
     lines = [
         json.dumps({"prompt": "12 + 5 =", "completion": " 17", "teacher_prompt": prompt})
@@ -252,6 +258,7 @@ def test_only_the_teacher_reads_the_teacher_prompt(run, pair, projection, tmp_pa
     run("distill", pair.student, tmp_path / "c", "--projection", projection, "--max-steps", 1, "-o", tmp_path / "s")
 
 
+@pytest.mark.slow
 def test_a_route_matches_a_hub_teacher_by_its_model_name(run, pair, tmp_path):
     """The folder of a Hub model is named after a commit, which no route column would contain."""
     folder = tmp_path / "models--own--My-Teacher" / "snapshots" / "0123456789abcdef"

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 XTK = f"{sys.executable} -m xtk"
 
 
@@ -16,6 +18,7 @@ def shell(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_commands_chain_from_projection_to_evaluation_in_one_pipe(pair, corpus, cache, tmp_path):
     held_out = tmp_path / "test.txt"
     held_out.write_text("Anna has 1234 apples and gives 17 to Bert.\nNow Anna has 1217 apples left. ")

@@ -35,6 +35,7 @@ def environment(tmp_path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": root}
 
 
+@pytest.mark.slow
 def test_bash_completes_commands_options_and_values(environment):
     done = subprocess.run(
         ["bash", "--norc", "-c", IN_BASH], env=environment, capture_output=True, text=True, check=True

@@ -86,6 +86,7 @@ def test_bits_per_byte_of_conversations_count_answers_only(run, chat_models, con
     assert json.loads(done.stdout)["bytes"] == 3 * len(ANSWER) + len("<think>1234 - 12</think>\n\n")
 
 
+@pytest.mark.slow
 def test_a_conversation_that_is_too_long_is_truncated_or_skipped_but_never_split(run, chat_models, tmp_path):
     long = [{"role": "user", "content": "12?"}, {"role": "assistant", "content": "Anna has 1234 apples. " * 100}]
     short = [long[0], {"role": "assistant", "content": "Anna has 12 apples."}]

@@ -42,6 +42,7 @@ def test_the_losses_use_exactly_the_known_comparison_spaces():
     assert {load_registered(LOSSES, name, "loss").comparison_space for name in LOSSES} == set(COMPARISON_SPACES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CROSS_TOKENIZER_LOSSES)
 def test_every_loss_decreases_with_a_teacher_with_another_tokenizer(run, pair, cache, tmp_path, name):
     options = ["--max-steps", 12, "--learning-rate", 0.01, "--warmup-ratio", 0, "--logging-steps", 1, "--quiet"]
@@ -51,6 +52,7 @@ def test_every_loss_decreases_with_a_teacher_with_another_tokenizer(run, pair, c
     assert np.mean(values[-3:]) < 0.9 * np.mean(values[:3])
 
 
+@pytest.mark.slow
 def test_all_losses_together_with_ce_decrease_in_their_jsd_and_published_forms(run, pair, cache, tmp_path):
     """Train with JSD, which is between both directions of the KL, and with the published forms where they differ."""
     jsd_forms = [
@@ -70,6 +72,7 @@ def test_all_losses_together_with_ce_decrease_in_their_jsd_and_published_forms(r
     assert sum("published=true" in loss for loss in recorded_losses) == 3
 
 
+@pytest.mark.slow
 def test_a_sampled_support_is_refused_for_a_biased_divergence(run, pair, corpus, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "--support", "sample", "-o", "drawn", cwd=tmp_path)
     done = run(
@@ -114,6 +117,7 @@ def test_strict_needs_the_students_most_likely_tokens_unless_it_uses_forward_kl(
     open_run_inputs(pair.student, [tmp_path / "whole"], make_train_config(["strict"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["byte-kl:divergence=jsd", "uld", "gold", "simct"])
 def test_losses_that_ignore_sampled_tokens_use_the_exact_tokens_only(run, pair, corpus, tmp_path, text):
     options = ("--top-k", 8, "--precision", "float32")
@@ -164,6 +168,7 @@ def test_positions_with_nan_teacher_log_probabilities_are_skipped_and_counted(pa
     assert np.isfinite(batches[1].terms[0].teacher_probs.numpy()).all()
 
 
+@pytest.mark.slow
 def test_sampled_tokens_without_log_probabilities_are_noted_or_refused(run, pair, corpus, tmp_path, capsys):
     """A cache of an older version: the flag of the codec is missing, and so are the values."""
     run("cache-teacher", pair.teacher, corpus, "--support", "sample", "-o", "drawn", cwd=tmp_path)
@@ -171,11 +176,17 @@ def test_sampled_tokens_without_log_probabilities_are_noted_or_refused(run, pair
     texts = ["reverse-kl", "forward-kl", "jsd:temperature=2", "byte-kl:divergence=tvd"]
     losses = parse_losses(texts)
     assert [bool(teacher.refusal(loss)) for loss in losses] == [False, False, True, True]
+    assert "only temperature 1 is unbiased" in str(teacher.refusal(losses[2]))
+    # The other teachers of a mixture have no known probability of a token that one of them sampled.
+    in_mixture = [teacher.refusal(loss, in_mixture=True) for loss in losses]
+    assert [bool(refusal) for refusal in in_mixture] == [True, False, True, True]
+    assert "one teacher of a mixture sampled" in str(in_mixture[0])
     note_missing_sample_logprobs([teacher])
     assert "log-probabilities" not in capsys.readouterr().err
     teacher.source.header["codec"].pop("sample_logprobs")
     note_missing_sample_logprobs([teacher])
     assert "sampled tokens have no log-probabilities" in capsys.readouterr().err
     refusals = [str(teacher.refusal(loss)) for loss in losses]
-    assert "reverse-kl needs the log-probabilities of sampled tokens, which this cache does not have" in refusals[0]
+    assert "reverse-kl would be biased: this cache, made by an older xtk, has no log-probabilities" in refusals[0]
     assert refusals[1] == "None"
+    assert "made by an older xtk" in refusals[2]

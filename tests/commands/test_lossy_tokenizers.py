@@ -21,19 +21,16 @@ def lossy(pair, families, tmp_path_factory):
     return folder / "teacher"
 
 
-def test_align_flags_inexact_documents_and_prints_the_similarity_of_spans(run, pair, lossy, tmp_path):
+def test_align_flags_inexact_documents(run, pair, lossy, tmp_path):
     corpus = small_inputs.write_jsonl(tmp_path / "c.jsonl", TEXTS)
     done = run("align", pair.student, lossy, corpus)
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["exact"] for record in records] == [False, False, False]
-    assert all(len(record["similarity"]) == len(record["spans"]) for record in records)
-    assert all(0 < value <= 1 for record in records for value in record["similarity"])
     assert "of the characters of these texts" in done.stderr
     assert "' ' dropped" in done.stderr
     same = run("align", pair.student, pair.teacher, corpus)
     records = [json.loads(line) for line in same.stdout.splitlines()]
     assert [record["exact"] for record in records] == [True, True, True]
-    assert "similarity" not in records[0]
     assert same.stderr == ""
 
 
@@ -48,6 +45,7 @@ def test_statistics_count_lost_characters(run, pair, lossy, tmp_path):
     assert lost["rewritten"] + lost["dropped"] == 3 + 6
 
 
+@pytest.mark.slow
 def test_cache_teacher_and_distill_report_characters_that_the_tokenizer_loses(run, pair, lossy, tmp_path):
     corpus = small_inputs.write_jsonl(tmp_path / "c.jsonl", TEXTS)
     done = run("cache-teacher", lossy, corpus, "--top-k", 4, "-o", tmp_path / "cache")
@@ -60,19 +58,3 @@ def test_cache_teacher_and_distill_report_characters_that_the_tokenizer_loses(ru
         "of the characters of these texts"
         in run("distill", lossy, corpus, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "ce").stderr
     )
-
-
-def test_two_different_texts_are_aligned_where_they_agree(run, pair):
-    text, other_text = "Anna has 1234 apples left.", "Anna had 1234 apples, left."
-    done = run("align", pair.student, pair.teacher, text, "--teacher-text", other_text)
-    (record,) = [json.loads(line) for line in done.stdout.splitlines()]
-    assert record["exact"] is False
-    assert record["equal"] == [value == 1 for value in record["similarity"]]
-    assert sum(record["equal"]) > 5
-    assert not all(record["equal"])
-    assert record["spans"][-1][1::2] == [len(record["student_ids"]), len(record["teacher_ids"])]
-    same = json.loads(run("align", pair.student, pair.teacher, text, "--teacher-text", text).stdout)
-    plain = json.loads(run("align", pair.student, pair.teacher, text).stdout)
-    assert same["spans"] == plain["spans"]
-    assert same["exact"] is True
-    assert run("align", pair.student, pair.teacher, "--teacher-text", text, stdin="x", code=2).stdout == ""

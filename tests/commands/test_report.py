@@ -41,16 +41,6 @@ RESULTS = [
         "difference_error": 0.02,
     },
 ]
-ROLLOUTS = [
-    {"prompt": "2 + 2 =", "completion": " 5", "prompt_number": 0, "reward": 0.0, "finish_reason": "stop"},
-    {"prompt": "2 + 2 =", "completion": " 6", "prompt_number": 0, "reward": 0.0, "finish_reason": "stop"},
-    {"messages": [{"role": "user", "content": "Hi", "train": False},
-                  {"role": "assistant", "content": "A", "train": True},
-                  {"role": "tool", "content": "B", "train": False},
-                  {"role": "assistant", "content": "C", "train": True}],
-     "prompt_number": 1, "finish_reason": "length"},
-]  # fmt: skip
-ANSWERS = [{"model": "after", "problem": 0, "sample": 0, "answer": TEXT, "reward": 1.0, "finish_reason": "stop"}]
 
 
 class Page(HTMLParser):
@@ -135,15 +125,12 @@ def runs(pair, cache, corpus, tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def report(runs, cache, tmp_path_factory) -> tuple[Path, dict]:
+def report(runs, tmp_path_factory) -> tuple[Path, dict]:
     """Return the page of both runs and the JSON that the command printed."""
     root = tmp_path_factory.mktemp("page")
     (root / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RESULTS))
-    for name, records in (("before.jsonl", ROLLOUTS), ("answers.jsonl", ANSWERS)):
-        (root / name).write_text("".join(json.dumps(one) + "\n" for one in records))
     command = ["report", *runs, "--evaluation", root / "results.jsonl", "--baseline", "before", "--baseline", "ce"]
-    command += ["--samples", root / "before.jsonl", "--samples", root / "answers.jsonl"]
-    command += ["--teacher", "ce", "--cache", cache, "-o", root / "page.html"]
+    command += ["--teacher", "ce", "-o", root / "page.html"]
     printed = json.loads(run_xtk(*command, "--json").stdout)
     first = (root / "page.html").read_bytes()
     (root / "page.html").unlink()
@@ -183,7 +170,7 @@ def test_every_metric_of_every_run_is_plotted_as_a_curve(runs, report):
         assert pixels.min() >= 0
 
 
-def test_tables_show_last_values_differences_results_recipes_and_the_cache(runs, report, cache):
+def test_tables_show_last_values_differences_results_and_recipes(runs, report):
     page, printed = Page(report[0].read_text(encoding="utf-8")), report[1]
     assert page.text.count("finished, 6 steps") == page.text.count("unfinished, at step 20 of 400") == 1
     assert printed["kind"] == "report"
@@ -213,41 +200,13 @@ def test_tables_show_last_values_differences_results_recipes_and_the_cache(runs,
     assert page.row("seed") == ["42", "7"]
     assert "2 of" in page.text, "two options differ"
     assert page.row("inputs.student.weights")[0].startswith("sha256:")
-    statistics = json.loads(run_xtk("inspect", cache, "--json").stdout)["statistics"]
-    assert page.row("positions") == [f"{statistics['positions']:,}"]
 
 
-def test_samples_and_rollouts_are_shown_verbatim(report):
+def test_completions_of_an_on_policy_run_are_shown_verbatim(report):
     page = Page(report[0].read_text(encoding="utf-8"))
-    first_samples = ["2 + 2 =", " 5", TEXT, "Hi", "A\n[tool] B\nC"]
-    assert page.samples == [*first_samples, *[TEXT] * 6]
-    for label in ("before, reward 0", "after, reward 1", "before, truncated"):
-        assert page.text.count(label) == 1
+    assert page.samples == [TEXT] * 6
     offsets = [page.text.index(f"step {step}, prompt 1, reward {reward}") for step, reward in ((1, 0), (20, 2.375))]
     assert offsets == sorted(offsets)
-
-
-def test_the_alignment_and_the_audit_match_the_output_of_align_and_inspect(report, pair, corpus, projection, tmp_path):
-    page = Page(report[0].read_text(encoding="utf-8"))
-    statistics = json.loads(run_xtk("align", pair.student, pair.teacher, corpus, "--stats", "--json").stdout)
-    kinds = {
-        name: [f"{kind['spans']:,}", f"{kind['span_fraction']:.2%}"] for name, kind in statistics["span_kinds"].items()
-    }
-    assert {name: page.row(name)[:2] for name in kinds} == kinds
-    audit = json.loads(run_xtk("inspect", projection, "--json").stdout)["header"]["audit"]
-    digits = audit["categories"]["digits"]
-    fractions = [(f"{digits[f'{side}_tokens']:,}", digits[f"unmatched_{side}_tokens"] / digits[f"{side}_tokens"])
-              for side in ("student", "teacher")]  # fmt: skip
-    assert page.row("digits") == [cell for count, fraction in fractions for cell in (count, f"{fraction:.1%}")]
-    run_xtk("prune-projection", projection, "--top-k", 1, "-o", tmp_path / "one.safetensors")
-    run_xtk(
-        "report", report[1]["runs"][0]["path"], "--projection", tmp_path / "one.safetensors", "-o", tmp_path / "p.html"
-    )
-    audit = json.loads(run_xtk("inspect", tmp_path / "one.safetensors", "--json").stdout)["header"]["audit"]
-    assert (
-        f"mapped {100 * audit['rows']['mapped'] / sum(audit['rows'].values()):.1f} %"
-        in (tmp_path / "p.html").read_text()
-    )
 
 
 def test_only_a_page_of_the_same_runs_is_replaced_and_invalid_inputs_are_refused(runs, tmp_path):
@@ -271,7 +230,6 @@ def test_only_a_page_of_the_same_runs_is_replaced_and_invalid_inputs_are_refused
         ("RUN names the same run twice", runs[0], runs[0], "-o", "new"),
         ("RUN names the same run twice", runs[0], f"{runs[0].parent}/../{runs[0].parent.name}/first/", "-o", "new"),
         ("not a run of xtk distill", runs[0], tmp_path / "typo", "-o", "new"),
-        ("the file of --samples has no completions", runs[0], "--samples", runs[1] / "metrics.jsonl", "-o", "new"),
         ("no bits per byte of the teacher", runs[0], "--evaluation", "results.json", "--teacher", "x", "-o", "new"),
         ("did you mean before", runs[0], "--evaluation", "results.json", "--baseline", "bfore", "-o", "new"),
         (
@@ -304,50 +262,6 @@ def test_runs_without_a_recipe_are_left_out(runs, tmp_path):
     assert re.search(r"left out .*never: no recipe.json", done.stderr)
 
 
-def write_records(path: Path, *records: dict) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def test_samples_of_other_programs_are_shown_or_refused(runs, tmp_path):
-    given = {"prompt": "Who?", "problem": 0, "answer": "Anna"}
-    records = [
-        {**given, "problem": problem, "reward": reward}
-        for problem, reward in enumerate([math.nan, math.inf, 10**400, None])
-    ]
-    run_xtk(
-        "report", runs[1], "--samples", write_records(tmp_path / "odd.jsonl", *records), "-o", tmp_path / "page.html"
-    )
-    for messages in (["a", "b"], {"role": "user"}, "a"):
-        file = write_records(tmp_path / "wrong.jsonl", {"prompt_number": 0, "messages": messages})
-        done = run_here("report", runs[1], "--samples", file, "-o", tmp_path / "other.html", code=1)
-        assert "the file of --samples has no completions" in done.stderr
-
-
-def test_samples_are_grouped_by_prompt_and_labeled_with_their_files(runs, tmp_path):
-    def rollout(prompt: str, text: str) -> dict:
-        return {"prompt": prompt, "completion": text, "prompt_number": 0, "finish_reason": "stop"}
-
-    before = write_records(tmp_path / "before" / "r.v1.jsonl", rollout("2 + 2 =", "5"))
-    after = write_records(tmp_path / "after" / "r.v1.jsonl", rollout("2 + 2 =", "4"))
-    other = write_records(tmp_path / "after" / "p2.jsonl", rollout("Who?", "Anna"))
-    answer = {"model": "/models/student", "problem": 0, "sample": 0, "finish_reason": "stop"}
-    cold = write_records(tmp_path / "cold.jsonl", {**answer, "prompt": "2 + 2 =", "answer": "cold"})
-    hot = write_records(tmp_path / "hot.jsonl", {**answer, "answer": "hot"})  # no prompt: it may be either one
-    files = [word for file in (before, after, other, cold, hot) for word in ("--samples", file)]
-    run_xtk("report", runs[1], *files, "-o", tmp_path / "page.html")
-    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert page.samples[:7] == ["2 + 2 =", "5", "4", "cold", "Who?", "Anna", "hot"]
-    for label in ("before/r.v15", "after/r.v14", "after/p2Anna", f"student, {tmp_path.name}/coldcold", "/hothot"):
-        assert label in page.text.replace("\n", "")
-    run_xtk("report", runs[1], "--samples", hot, "--samples", before, "-o", tmp_path / "two.html")
-    page = Page((tmp_path / "two.html").read_text(encoding="utf-8"))
-    assert page.samples[:3] == ["2 + 2 =", "hot", "5"]
-    twice = ["--samples", hot, "--samples", tmp_path / "after" / ".." / "hot.jsonl"]
-    assert "same file twice" in run_here("report", runs[1], *twice, "-o", tmp_path / "new", code=1).stderr
-
-
 def reported_run(name: str, bits: list[float], objective: str, **values: float) -> ReportedRun:
     metrics = [{"step": step, "eval_bits_per_byte": value, **values} for step, value in enumerate(bits)]
     return ReportedRun(name, name, "finished", "sha256:0", {"losses": [objective]}, metrics)
@@ -376,7 +290,7 @@ def test_only_comparable_values_are_compared_and_only_changing_ones_are_drawn():
         reported_run("ce-0", [3.0, 2.5], "ce", loss=3.5, ce=3.5, gradient_norm=1.0),
         reported_run("kl-0", [3.0, 2.3], "byte-kl", loss=0.7, ce=3.4, gradient_norm=1.0),
     ]
-    html = report_page(runs, [], [], [], [], "", teacher_bits=2.2)
+    html = report_page(runs, [], [], "", teacher_bits=2.2)
     page = Page(html)
     assert page.row("loss") == ["3.5", "0.7"]  # of different losses
     assert page.row("gradient norm") == ["1", "1"]
@@ -385,7 +299,7 @@ def test_only_comparable_values_are_compared_and_only_changing_ones_are_drawn():
     assert html.count('class="level"') == 1
     assert html.count(">teacher 2.2</text>") == 1
     assert html.count(">step</text>") == 3
-    same = Page(report_page([runs[0], replace(runs[1], recipe={"losses": ["ce"]})], [], [], [], [], ""))
+    same = Page(report_page([runs[0], replace(runs[1], recipe={"losses": ["ce"]})], [], [], ""))
     assert "compared with ce-0" in same.row("loss")[1]
 
 
@@ -394,12 +308,12 @@ def test_a_sum_that_equals_a_single_loss_is_shown_once():
         reported_run("kl-0", [3.0, 2.3], "byte-kl", **{"loss": 0.7, "byte-kl": 0.7, "distillation_loss": 0.7}),
         reported_run("kl-1", [3.0, 2.4], "byte-kl", **{"loss": 0.8, "byte-kl": 0.8, "distillation_loss": 0.8}),
     ]
-    page = Page(report_page(runs, [], [], [], [], ""))
+    page = Page(report_page(runs, [], [], ""))
     assert {metric for metric, _ in page.lines} == {"eval_bits_per_byte", "byte-kl"}
     assert page.row("byte-kl")[0] == "0.7"
     assert not [row for row in page.rows if row and row[0] in ("loss", "distillation loss")]
     weighted = [replace(runs[0], metrics=[{**line, "distillation_loss": 0.35} for line in runs[0].metrics]), runs[1]]
-    page = Page(report_page(weighted, [], [], [], [], ""))
+    page = Page(report_page(weighted, [], [], ""))
     assert page.row("distillation loss") == ["0.35", "0.8 +0.45 compared with kl-0"]
 
 
@@ -458,6 +372,6 @@ def test_labels_of_ticks_differ():
 
 def test_a_metric_with_one_value_per_run_has_no_curve():
     runs = [reported_run("ce-0", [2.5], "ce"), reported_run("kl-0", [2.3], "byte-kl")]
-    page = Page(report_page(runs, [], [], [], [], ""))
+    page = Page(report_page(runs, [], [], ""))
     assert not page.lines
     assert page.row("held-out bits per byte")[0] == "2.5"

@@ -98,6 +98,7 @@ def test_rollouts_with_tools_are_scored_and_trained_on_through_pipes(pair, folde
     assert_only_sampled_tokens_are_trained(folder / "c", pair.student, records)
 
 
+@pytest.mark.slow
 def test_rollouts_are_deterministic_and_a_finished_file_is_reused(run, pair, folder, tmp_path):
     arguments = ("rollout", pair.student, folder / "prompts.jsonl", "--num-generations", 2, "--top-logprobs", 3,
                  "--max-completion-length", 12, "--batch-tokens", 200)  # fmt: skip

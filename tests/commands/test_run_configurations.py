@@ -63,6 +63,7 @@ def two_teacher_run(pair, cache, corpus, projection, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_recipe_reproduces_its_run_bit_for_bit_from_any_folder(two_teacher_run, tmp_path):
     recipe = json.loads((two_teacher_run / "run" / "recipe.json").read_text())
     assert recipe["cache"] == [str(two_teacher_run / "large"), str(two_teacher_run / "same")]
@@ -70,14 +71,7 @@ def test_a_recipe_reproduces_its_run_bit_for_bit_from_any_folder(two_teacher_run
     assert str(two_teacher_run) not in json.dumps(recipe["identity"])
     assert yaml.safe_load((two_teacher_run / "run" / "recipe.json").read_text())["learning_rate"] in (0.001, "0.001")
     assert_reproduced(two_teacher_run / "run", tmp_path / "again", cwd=tmp_path)
-    # As recipes of earlier versions, which have the options of distill-on-policy for all runs.
-    earlier = {
-        "num_generations": 1,
-        "temperature": 1.0,
-        "apply_chat_template": False,
-        "rollout_backend": "transformers",
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe, **earlier}))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     run_xtk("distill", "--config", tmp_path / "recipe.yaml", "-o", tmp_path / "from-yaml")
     assert output_files(tmp_path / "from-yaml") == output_files(two_teacher_run / "run")
 
@@ -127,6 +121,7 @@ def test_an_edited_recipe_is_refused_and_command_line_options_override_a_recipe(
     assert output_files(tmp_path / "out") != output_files(two_teacher_run / "run")
 
 
+@pytest.mark.slow
 def test_recipes_of_another_version_or_with_invalid_content_are_refused(two_teacher_run, tmp_path):
     recipe = json.loads((two_teacher_run / "run" / "recipe.json").read_text())
     (tmp_path / "recipe.json").write_text(json.dumps({**recipe, "version": 1}))
@@ -146,6 +141,7 @@ def test_recipes_of_another_version_or_with_invalid_content_are_refused(two_teac
         run_here("report", tmp_path, "-o", tmp_path / "page.html", code=1)
 
 
+@pytest.mark.slow
 def test_a_report_prints_the_command_that_reproduces_the_run(two_teacher_run, tmp_path):
     done = run_xtk("report", two_teacher_run / "run", "-o", tmp_path / "page.html", "--json")
     command = json.loads(done.stdout)["runs"][0]["command"]

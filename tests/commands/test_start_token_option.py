@@ -33,6 +33,7 @@ def trained(run, pair, tmp_path_factory):
     return folder / "run", data, command
 
 
+@pytest.mark.slow
 def test_a_student_is_saved_with_the_start_token_that_it_was_trained_with(run, trained, pair):
     folder, _, command = trained
     assert Tokenizer(pair.student).start_ids == (BOS,)
@@ -72,6 +73,7 @@ def test_doctor_reports_a_teacher_that_is_not_better_than_the_student(trained, p
     assert "the teacher is not better than the student by 5% on all texts, " in level.what
 
 
+@pytest.mark.slow
 def test_a_cache_records_the_start_of_its_teacher(run, pair, corpus, tmp_path):
     for start_token, ids in (("none", []), ("<|endoftext|>", [0]), ("auto", [1])):
         place = tmp_path / start_token.strip("<|>")
@@ -99,6 +101,7 @@ def test_a_cache_without_a_recorded_start_has_bos_else_eos(cache, tmp_path):
     assert teacher_bits_per_byte(opened.manifest) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("start_token", "ids"), [("none", []), ("eos", [EOS]), ("auto", [BOS])])
 def test_rollouts_begin_with_the_start_token(run, pair, tmp_path, start_token, ids):
     prompts = tmp_path / "prompts.jsonl"
@@ -116,6 +119,7 @@ def test_transplant_writes_the_chosen_start_token(run, pair, tmp_path):
         assert Tokenizer(tmp_path / start_token).start_ids == ids
 
 
+@pytest.mark.slow
 def test_an_online_teacher_has_its_own_start_token(run, pair, corpus, tmp_path):
     for start_token in ("none", "eos"):
         run("distill", pair.student, corpus, "--teacher", f"{pair.teacher}:start_token={start_token}", "--max-steps", 2,

@@ -38,6 +38,7 @@ def models(pair, tmp_path_factory):
     return {"untied": (pair.student, pair.teacher), "tied": (pair.teacher, pair.student)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_layers_and_rows_of_tokens_with_equal_bytes_are_kept(run, models, tmp_path, kind, corpus):
     model, tokenizer = models[kind]
@@ -124,6 +125,7 @@ def test_transplant_is_deterministic_and_reuses_a_finished_output(run, pair, tmp
     assert (tmp_path / "one.replaced-1" / "model.safetensors").stat().st_mtime_ns == stamp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["subword", "projection", "omp", "random", "mean"])
 def test_every_method_changes_composed_rows_but_not_copied_rows(run, pair, tmp_path, method):
     donor = ("--donor", pair.student) if method == "omp" else ()
@@ -226,6 +228,7 @@ def test_every_field_of_the_manifest_is_documented(run, pair, tmp_path):
     assert {name for name in (*content, *content["request"]) if f"`{name}`" not in page} == set()
 
 
+@pytest.mark.slow
 def test_the_healing_pipeline_runs(run, pair, corpus, tmp_path):
     run("transplant", pair.student, pair.teacher, "-o", tmp_path / "new")
     run("cache-teacher", pair.student, corpus, "--top-k", 8, "-o", tmp_path / "cache")
@@ -316,6 +319,7 @@ def copy_with_settings(model: Path, folder: Path, **settings: object) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_generation_settings_that_transformers_refuses_to_save_are_kept(run, pair, tmp_path):
     """Vicuna's generation_config.json has a temperature and no do_sample."""
     model = copy_with_settings(pair.student, tmp_path / "model", temperature=0.9, top_p=0.6)

@@ -26,49 +26,29 @@ def inputs(pair, cache, corpus, projection, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "what", "hint"),
     [
-        # 1: swapped arguments
-        ("distill cache student-0 -o x",
-         "STUDENT and CACHE seem to be swapped: cache is a teacher cache, student-0 is a model",
-         "xtk distill student-0 cache ..."),
-        ("cache-teacher train.jsonl teacher -o x",
-         "TEACHER and DATA seem to be swapped", "xtk cache-teacher teacher train.jsonl"),
-        # 2: another kind of file
+        # paths of another kind
+        ("distill cache student-0 -o x", "this folder contains no teacher cache", "xtk cache-teacher TEACHER DATA"),
+        ("cache-teacher train.jsonl teacher -o x", "this is a model folder, not data", "use a file, a folder"),
         ("distill student-0 cache --loss p-kl --projection train.jsonl -o x",
-         "--projection must be a projection, but this is a data file", "xtk inspect train.jsonl"),
-        # 3: a file of a folder
-        ("distill student-0 cache --eval-data cache/manifest.json -o x", "this is the manifest of a teacher cache",
-         "use its folder: cache"),
-        ("cache-teacher teacher teacher/tokenizer.json -o x",
-         "this is the file of a tokenizer", "use its folder: teacher"),
-        # 4: numbers
-        ("distill student-0 cache --learning-rate abc -o x",
-         "--learning-rate is 'abc', but must be a number at least 0",
+         "this is not a complete projection file of xtk", "build it again: xtk build-projection"),
+        # numbers
+        ("distill student-0 cache --learning-rate abc -o x", "invalid value for '--learning-rate'",
          "xtk distill --help"),
-        ("distill student-0 cache --max-steps 1.5 -o x",
-         "--max-steps is 1.5, but must be a whole number", "xtk distill --help"),
-        ("distill student-0 cache --max-steps=-1 -o x",
-         "--max-steps is -1, but must be a whole number at least 0", "--help"),
-        # 5: options
+        ("distill student-0 cache --max-steps 1.5 -o x", "invalid value for '--max-steps'", "xtk distill --help"),
+        ("distill student-0 cache --max-steps=-1 -o x", "invalid value for '--max-steps'", "xtk distill --help"),
+        # options
         ("distill student-0 cache --learnig-rate 3 -o x",
          "no option called --learnig-rate; did you mean --learning-rate?", ""),
         ("distill student-0 cache --zzz -o x", "no option called --zzz", "xtk distill --help-all"),
         ("distil", "no command called 'distil'; did you mean distill?", ""),
         ("distill", "STUDENT is missing", "for example: xtk distill ./student cache"),
-        ("distill student-0 cache -o", "-o needs a value: FOLDER", "xtk distill --help"),
+        ("distill student-0 cache -o", "option '-o' requires an argument", "--help"),
         ("align student-0 teacher text more", "too many arguments: (more)", "xtk align --help"),
-        # 6: neighbors
-        ("distill student-O cache -o x", "this model folder does not exist; did you mean student-0?", ""),
-        ("build-projection student-0 ./teahcer -o x",
-         "this tokenizer folder does not exist; did you mean teacher?", ""),
-        ("cache-teacher teacher trian.jsonl -o x", "does not exist; did you mean train.jsonl?", ""),
+        # paths that do not exist
         ("cache-teacher teacher x.jsonl -o x",
          "this data file, folder or dataset does not exist", "use a file, a folder"),
         ("align student-0 ./nowhere text", "this tokenizer folder does not exist", "a hub id such as owner/name"),
-        # 7: the teacher of a cache
-        ("cache verify cache student-0", "has another tokenizer than the teacher that wrote this cache",
-         "give the teacher of this cache, which was named teacher"),
-        # 8: data is described, see test_inspect_files.py
-        # 9: names
+         # names
         ("distill student-0 cache --loss p-kll -o x", "no loss called 'p-kll'; did you mean p-kl?", ""),
         ("distill student-0 cache --loss xxxx -o x", "no loss called 'xxxx'", "use one of: alm, "),
     ],
@@ -85,7 +65,7 @@ def test_mistake_is_named_with_the_next_step(inputs, arguments, what, hint):
     assert not (inputs / "x").exists()
 
 
-def test_missing_package_is_named_before_anything_is_loaded(inputs, monkeypatch):  # 10
+def test_missing_package_is_named_before_anything_is_loaded(inputs, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = run_here("distill", "student-0", "cache", "--lora-r", 4, "-o", "x", cwd=inputs, code=1)
     assert "LoRA adapters need the package peft" in done.stderr
@@ -112,3 +92,27 @@ def test_errors_are_red_on_a_terminal(monkeypatch, capsys, is_terminal):
     printed = capsys.readouterr().err
     assert ("\x1b[1;31mxtk:\x1b[0m" in printed) == is_terminal
     assert is_terminal or printed == "xtk: it is wrong\n  where: here\n  try:   this\n"
+
+
+def test_the_group_lists_its_commands_and_suggests_names(tmp_path):
+    done = run_here("cache", "exprot", cwd=tmp_path, code=2)
+    assert (done.stdout, done.stderr) == ("", "xtk: no command called 'exprot'; did you mean export?\n")
+    shown = run_here("cache", "--help").stdout
+    assert all(f"\n  {name} " in shown for name in ("merge", "import", "export"))
+
+
+def test_recipe_of_an_on_policy_run_names_its_command(tmp_path):
+    (tmp_path / "run.yaml").write_text("on-policy: true\n")
+    done = run_here("distill", "s", "p.jsonl", "--config", "run.yaml", "-o", "r", cwd=tmp_path, code=2)
+    assert "use `xtk distill-on-policy --config run.yaml`" in done.stderr
+    identity = {"losses": ["byte-kl"], "inputs": {"student": {"weights": "w", "tokenizer": "t"}}}
+    recipe = {"kind": "recipe", "version": 3, "identity": identity, "student": "s", "cache": ["p.jsonl"]}
+    (tmp_path / "r.json").write_text(json.dumps({**recipe, "on_policy": True, "num_generations": 2}))
+    done = run_here("distill", "--config", "r.json", "-o", "r", cwd=tmp_path, code=2)
+    assert "use `xtk distill-on-policy --config r.json`" in done.stderr
+    (tmp_path / "r.json").write_text(json.dumps({**recipe, "on_policy": False}))
+    done = run_here("distill-on-policy", "--config", "r.json", "-o", "r", cwd=tmp_path, code=2)
+    assert "use `xtk distill --config r.json`" in done.stderr
+    # Its keys are read, and the student is missing.
+    done = run_here("distill", "--config", "r.json", "-o", "r", cwd=tmp_path, code=1)
+    assert "no option" not in done.stderr

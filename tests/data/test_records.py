@@ -57,6 +57,7 @@ def test_data_page_shows_every_column_and_no_other():
     assert shown == set(RECORD_FIELDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("record", "trained"), EXAMPLES, ids=[" ".join(record) for record, _ in EXAMPLES])
 def test_examples_of_the_data_page_are_trained_as_documented(real_data, tmp_path, record, trained):
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")

@@ -245,16 +245,17 @@ def test_align_reads_a_parquet_file_as_its_json_lines(run, tmp_path):
     assert printed[0] == printed[1]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "array.json", "a.csv"])
+@pytest.mark.parametrize("name", ["a.jsonl", "array.json", "a.csv"])
 def test_duplicate_keys_of_json_are_refused_with_line_and_key(tmp_path, name):
     first, second = '{"text": "Anna"}', '{"text": "Anna", "meta": {"te\\u0078t": 1}, "text": "Otto"}'
-    texts = {"a.jsonl": f"{first}\n{second}\n", "a.json": first.replace(":", ":\n") + second,
+    texts = {"a.jsonl": f"{first}\n{second}\n",
              "array.json": f"[{first},\n{second}]",
              "a.csv": 'text,messages\n\nAnna,"[{""role"": ""user"", ""role"": ""user""}]"\n'}  # fmt: skip
     (tmp_path / name).write_text(texts[name])
     with pytest.raises(XtkError, match=r"has the key 'text' twice|has the key 'role' twice") as raised:
         list(Corpus([str(tmp_path / name)]))
-    assert raised.value.where.startswith(f"{tmp_path}/{name}, " + ("document 0" if name == "a.csv" else "line 2"))
+    location = {"a.jsonl": ", line 2", "array.json": "", "a.csv": ", document 0"}[name]
+    assert raised.value.where.startswith(f"{tmp_path}/{name}{location}")
     inner = '{"text": "Anna", "meta": [{"b": 1, "b": 1}]}'
     (tmp_path / "inner.jsonl").write_text(inner)
     with pytest.raises(XtkError, match="has the key 'b' twice"):

@@ -22,17 +22,11 @@ from xtk.data.corpus_reader import Corpus
 from xtk.doctor import CHECKS
 from xtk.doctor.all_checks import run_checks
 from xtk.doctor.cache_and_loss_checks import auto_loss, cache_identity, projection
-from xtk.doctor.conversation_checks import duplicate_start_token, template_content
+from xtk.doctor.conversation_checks import template_content
 from xtk.doctor.data_checks import compression, conversations, document_lengths, special_tokens_in_text
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan
 from xtk.doctor.environment_checks import library_versions
-from xtk.doctor.memory_and_disk_estimates import (
-    ModelSizes,
-    disk,
-    estimate_training_memory,
-    max_pass_tokens,
-    memory,
-)
+from xtk.doctor.memory_and_disk_estimates import ModelSizes, disk, estimate_training_memory, memory
 from xtk.doctor.model_checks import attention, dtypes, embedding_rows, special_tokens, weight_tensors
 from xtk.errors import CorruptError
 from xtk.losses.spec import parse_losses
@@ -168,7 +162,7 @@ def test_doctor_exits_with_0_for_a_valid_pair_and_with_1_for_an_invalid_one(run,
     assert {one["level"] for one in findings} <= {"ok", "note", "warning"}
     # These checks have findings only with a template, a cache, conversations or an error.
     conditional = {
-        "duplicate_start_token", "cache_identity", "conversations", "special_tokens_in_text", "weight_tensors",
+        "cache_identity", "conversations", "special_tokens_in_text", "weight_tensors",
         "regions", "reasoning_and_tools",
     }  # fmt: skip
     assert {one["check"] for one in findings} >= {check.partition(":")[2] for check in CHECKS} - conditional
@@ -188,7 +182,7 @@ def test_embedding_rows(faulty):
     safetensors.numpy.save_file(small, faulty.student / "model.safetensors")
     update_json(faulty.student / "config.json", vocab_size=600)
     assert (
-        "--resize-vocabulary"
+        "resize_token_embeddings"
         in found(embedding_rows(doctor_inputs(faulty)), "error", "600 rows, but the tokenizer has 640 tokens").hint
     )
     (faulty.teacher / "model.safetensors").unlink()
@@ -197,7 +191,7 @@ def test_embedding_rows(faulty):
     )  # by its name, it could be a Hub model
     path = faulty.student / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(CorruptError, match="bytes, but its safetensors header requires"):
+    with pytest.raises(CorruptError, match="the weight file cannot be read"):
         doctor_inputs(faulty)
 
 
@@ -236,29 +230,12 @@ def test_special_tokens(faulty):
     assert found(findings, "warning", "names stop tokens that are not special tokens and are ignored: 200")
     update_json(faulty.teacher / "generation_config.json", eos_token_id=[0])
     assert found(special_tokens(doctor_inputs(faulty)), "warning", "eos_token_id is").figures == {"eos_token_id": [0]}
-    update_json(faulty.student / "tokenizer_config.json", pad_token="<|end_of_text|>")
-    assert found(special_tokens(doctor_inputs(faulty)), "note", "pad and eos are the same token").where.startswith(
-        "student"
-    )
     update_json(faulty.student / "tokenizer_config.json", eos_token=None)
     findings = list(special_tokens(doctor_inputs(faulty)))
     assert found(findings, "warning", "the tokenizer has no eos token").where.startswith("student")
     assert (
         "--special-tokens"
         in found(findings, "warning", "the end-of-text tokens of student and teacher do not match").hint
-    )
-
-
-def test_a_duplicate_start_token_is_a_warning(faulty):
-    (faulty.student / "chat_template.jinja").write_text("{{ bos_token }}" + PLAIN_TEMPLATE)
-    with_start = (faulty.student / "tokenizer.json").read_text()
-    without = json.loads(with_start) | {"post_processor": None}
-    (faulty.student / "tokenizer.json").write_text(json.dumps(without))
-    assert "the chat template adds" in found(duplicate_start_token(doctor_inputs(faulty)), "ok", "start token").what
-    (faulty.student / "tokenizer.json").write_text(with_start)
-    assert (
-        "add_special_tokens=False"
-        in found(duplicate_start_token(doctor_inputs(faulty)), "warning", "get it twice").hint
     )
 
 
@@ -293,6 +270,7 @@ def test_attention_and_dtypes(faulty):
     update_json(faulty.student / "config.json", model_type="bloom")
     assert found(attention(doctor_inputs(faulty)), "warning", "square of the sequence length")
     assert found(attention(doctor_inputs(faulty, attn_implementation="sdpa")), "error", "does not support sdpa").hint
+    assert found(attention(doctor_inputs(faulty, attn_implementation="eagr")), "error", "does not support eagr").hint
     update_json(faulty.student / "config.json", model_type="nobody-knows")
     assert found(attention(doctor_inputs(faulty)), "error", "of type nobody-knows")
     update_json(faulty.student / "config.json", auto_map={"AutoModelForCausalLM": "model.Own"})
@@ -319,8 +297,6 @@ def test_document_lengths(pair, tmp_path):
         "limit_tokens": 256,
         "documents_too_long": sum(length > 256 for length in lengths),
     }
-    assert max_pass_tokens(inputs) == sum(sorted((min(length, 256) for length in lengths), reverse=True)[:8])
-    assert max_pass_tokens(doctor_inputs(pair, data, max_batch_tokens=300)) == 300
     short = small_inputs.write_jsonl(tmp_path / "short.jsonl", texts[:8])
     assert [one.level for one in document_lengths(doctor_inputs(pair, short))] == ["ok", "ok"]
 
@@ -369,7 +345,7 @@ def test_projection_auto_loss_and_cache_identity(pair, cache, corpus):
 def test_a_cache_or_data_file_in_place_of_a_model_is_refused(run, pair, cache, corpus, role):
     for faulty, message in (
         (cache, f"the {role} must be a model, and this is a teacher cache"),
-        (corpus, f"{role.upper()} must be a model, but this is a data file"),
+        (corpus, "a model must be a folder or a GGUF file, but this is another file"),
     ):
         models = {"student": pair.student, "teacher": pair.teacher, role: faulty}
         done = run("doctor", models["student"], models["teacher"], corpus, code=1)
@@ -391,21 +367,19 @@ def test_a_cache_of_other_teacher_weights_is_a_warning(faulty, cache):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_sizes_of_a_model_match_its_tensors(tmp_path, tied):
-    """Compare the weights, and the values that a layer keeps for the backward pass, with those of real tensors."""
+def test_the_estimate_covers_the_tensors_of_a_pass(tmp_path, pair, tied):
+    """Compare the weights, and the values that layers keep for the backward pass, with those of real tensors."""
+    folder = shutil.copytree(pair.student, tmp_path / "model")
     configuration = LlamaConfig(
         vocab_size=656, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=tied,
     )  # fmt: skip
-    LlamaForCausalLM(configuration).save_pretrained(tmp_path)
-    model = load_causal_lm(ModelRef(tmp_path))
+    LlamaForCausalLM(configuration).save_pretrained(folder)
+    model = load_causal_lm(ModelRef(folder))
     register_attention()
     model.set_attn_implementation(ATTENTION_NAME)
-    sizes = ModelSizes.read(tmp_path, "float32", RunPlan())
-    assert sizes.weights == sizes.trained_weights == 4 * sum(one.numel() for one in model.parameters())
-    assert sizes.head_bytes == 4 * 656 * 64
-    assert sizes.head_is_trained
-    assert sizes.largest_block >= (1 if tied else 2) * sizes.head_bytes
+    sizes = ModelSizes.read(folder)
+    assert sizes.num_weights == sum(one.numel() for one in model.parameters())
     parameters = {one.untyped_storage().data_ptr() for one in model.parameters()}
     saved: dict[int, torch.Tensor] = {}
 
@@ -420,55 +394,35 @@ def test_the_sizes_of_a_model_match_its_tensors(tmp_path, tied):
     activation_bytes = sum(
         one.untyped_storage().nbytes() for pointer, one in saved.items() if pointer not in parameters
     )
-    assert 4 * 200 * sizes.num_layers * sizes.kept_values == pytest.approx(activation_bytes, rel=0.15)
+    models = doctor_model("student", folder), doctor_model("teacher", pair.teacher)
+    estimate = estimate_training_memory(DoctorInputs(*models, RunPlan(max_length=200, per_device_train_batch_size=1)))
+    logits_and_states = 200 * (4 * 656 + 3 * 4 * 64)
+    assert estimate["activations"] - logits_and_states == pytest.approx(activation_bytes, rel=0.2)
 
 
 @pytest.mark.slow
-def test_memory_estimates_with_lora_accumulation_and_parallelism(pair, corpus):
-    commands = [estimate.figures["command"] for estimate in memory(doctor_inputs(pair, corpus))]
+def test_memory_estimates_with_lora_and_parallelism(pair, corpus):
+    commands = [finding.figures["command"] for finding in memory(doctor_inputs(pair, corpus))]
     assert commands == ["cache-teacher", "distill"]
     estimate = estimate_training_memory(doctor_inputs(pair, corpus))
-    sizes = ModelSizes.read(pair.student, "float32", RunPlan())
-    weights = sizes.weights
-    assert estimate.bytes_by_purpose["weights"] == weights
-    assert estimate.bytes_by_purpose["AdamW"] == 2 * sizes.trained_weights
+    weights = 4 * ModelSizes.read(pair.student).num_weights
+    assert estimate["weights"] == weights
+    assert estimate["gradients and AdamW"] == 3 * weights
     with_lora = estimate_training_memory(doctor_inputs(pair, corpus, lora_r=4))
-    assert 0 < with_lora.bytes_by_purpose["AdamW"] < sizes.trained_weights
-    parts = with_lora.bytes_by_purpose
-    assert parts["weights"] + parts["gradients and activations"] + parts["adapter merging"] > 2 * weights, "two copies"
-    # The second micro-batch of a step has the gradients of the first in addition to its own.
-    accumulated = estimate_training_memory(doctor_inputs(pair, corpus, gradient_accumulation_steps=2))
-    extra = (
-        accumulated.bytes_by_purpose["gradients and activations"]
-        - estimate.bytes_by_purpose["gradients and activations"]
-    )
-    assert sizes.trained_weights / 2 < extra < 2 * sizes.trained_weights
+    assert 0 < with_lora["gradients and AdamW"] < weights
+    assert with_lora["weights"] + with_lora["activations"] >= 2 * weights, "two copies"
     sharded = estimate_training_memory(doctor_inputs(pair, corpus, parallel=parse_parallel("fsdp=4", 4)))
-    assert sharded.bytes_by_purpose["weights"] == weights // 4
-    assert sharded.bytes_by_purpose["gathered weights"] > 0
+    assert sharded["weights"] == weights // 4
+    assert sharded["gathered weights"] > 0
+    checkpointed = estimate_training_memory(doctor_inputs(pair, corpus, gradient_checkpointing=True))
+    assert checkpointed["activations"] < estimate["activations"]
     huge = doctor_inputs(pair, None, max_batch_tokens=0, per_device_train_batch_size=10**9)
     assert found(memory(huge), "error", "distill").hint
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--lora-r", 4, "--lora-target-modules", "nope"), "no module of the student called 'nope'"),
-        (("--attn-implementation", "nope"), 'attn_implementation="nope"'),
-    ],
-)
-def test_options_that_distill_refuses_are_errors(run, pair, corpus, options, message):
-    done = run("doctor", pair.student, pair.teacher, corpus, *options, "--json", code=1)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    (error,) = (one for one in found if one.get("level") == "error")
-    assert message in error["message"]
-
-
-def test_disk_time_and_library_versions(pair, corpus, cache):
-    inputs = doctor_inputs(pair, corpus, tokens_per_second=100.0)
+def test_disk_and_library_versions(pair, corpus, cache):
+    inputs = doctor_inputs(pair, corpus)
     tokens = sum(len(one) for one in tokenize_documents(inputs.teacher.tokenizer, list(inputs.corpus)))
-    assert found(disk(inputs), "ok", "tokens per second").figures["teacher_seconds"] == pytest.approx(tokens / 100)
-    assert found(disk(doctor_inputs(pair, corpus)), "note", "the teacher's time is not estimated").hint
     assert found(disk(inputs), "ok", "cache size: about").figures["positions"] < tokens
     parameters = sum(one.numel() for one in load_causal_lm(ModelRef(pair.student)).parameters())
     assert found(disk(inputs), "ok", "checkpoints: at most").figures["checkpoint_bytes"] == 4 * parameters * 10
@@ -476,22 +430,9 @@ def test_disk_time_and_library_versions(pair, corpus, cache):
         "checkpoint_bytes"
     ]
     assert 4 * parameters < lora_checkpoint_bytes < 8 * parameters  # the merged student plus small adapters
-    assert found(disk(doctor_inputs(pair, cache=cache)), "ok", "per position").figures["documents"] == 40
+    assert found(disk(doctor_inputs(pair, cache=cache)), "ok", "checkpoints").figures["cache_bytes"] == 0
     assert found(disk(doctor_inputs(pair, save_total_limit=10**9)), "error", "checkpoints: at most").hint
     assert found(library_versions(inputs), "ok", "Python").figures["torch"] == torch.__version__
-
-
-def test_the_estimated_size_of_a_cache_with_another_top_k_is_approximately_right(run, faulty, tmp_path):
-    configuration = LlamaConfig(
-        vocab_size=8192, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
-        max_position_embeddings=256, initializer_range=0.1,
-    )  # fmt: skip
-    LlamaForCausalLM(configuration).save_pretrained(faulty.teacher)
-    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", small_inputs.sentences(20))
-    run("cache-teacher", faulty.teacher, data, "--top-k", 512, "-o", tmp_path / "cache")
-    actual_bytes = found(disk(doctor_inputs(faulty, cache=tmp_path / "cache")), "ok", "per position").figures["bytes"]
-    finding = found(disk(doctor_inputs(faulty, data, top_k=512)), "ok", "extrapolated from caches with 64 ids")
-    assert actual_bytes / 1.5 < finding.figures["bytes"] < 1.5 * actual_bytes
 
 
 def test_one_cause_is_reported_once(pair, tmp_path):

@@ -12,6 +12,9 @@ import small_inputs
 import torch
 from recorded_training_steps import make_train_config, open_run_inputs
 
+from xtk.cache.reader import TeacherCache
+from xtk.cache.writer import ShardedCacheWriter
+from xtk.files.storage_folders import LocalFolder
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
 from xtk.models.resolver import ModelRef
@@ -37,6 +40,7 @@ def evaluate_json(run, *arguments: object, cwd: Path) -> list[dict]:
     return [json.loads(line) for line in run("evaluate", *arguments, "--json", "-q", cwd=cwd).stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cache", "loss"), [("top", "byte-kl"), ("none", "alm")])
 def test_metrics_equal_those_of_training_on_a_held_out_cache(run, pair, folder, cache, loss):
     (found,) = evaluate_json(run, pair.student, cache, cwd=folder)
@@ -52,6 +56,39 @@ def test_metrics_equal_those_of_training_on_a_held_out_cache(run, pair, folder, 
     assert found["teacher"] == pair.teacher.name
     assert ("top1_agreement" in found) == (cache == "top")
     assert all(found[f"{name}_error"] > 0 for name in names)
+
+
+def write_older_cache(source: Path, folder: Path) -> Path:
+    """Write a cache as before sampled tokens had log-probabilities."""
+    cache = TeacherCache(source)
+    codec = {"name": "raw", "precision": "float32"} | {
+        name: cache.header["codec"][name] for name in ("num_samples", "num_sample_sets")
+    }
+    writer = ShardedCacheWriter(LocalFolder(folder), {**cache.header, "codec": codec}, [len(cache)])
+    writer.write_shard(0, list(cache))
+    writer.write_shared_files({name: (source / name).read_bytes() for name in cache.manifest["files"]})
+    writer.finish()
+    return folder
+
+
+@pytest.mark.slow
+def test_an_older_held_out_cache_is_compared_as_with_an_older_training_cache(run, pair, folder, tmp_path):
+    """Its sampled tokens have no log-probabilities, so that jsd reads only the exact tokens."""
+    run("cache-teacher", pair.teacher, folder / "data.jsonl", "-o", "new", cwd=tmp_path)
+    old = write_older_cache(tmp_path / "new", tmp_path / "old")
+    model = StudentWithLoss(BackboneWithHead(load_causal_lm(ModelRef(pair.teacher))))
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights *= 1.2
+    found = []
+    for training in (tmp_path / "new", old):
+        inputs = open_run_inputs(pair.teacher, [training], make_train_config(["jsd", "forward-kl"]), (), (old,))
+        evaluator = HeldOutEvaluator(
+            inputs.held_out, model, inputs.tokenizer, 256, 0, ParallelConfig(), torch.device("cpu")
+        )
+        found.append(evaluator())
+    assert found[0] == found[1]
+    assert found[0]["eval_jsd"] > 0
 
 
 def reference_measures(student: Path, teacher: Path) -> tuple[float, float]:
@@ -125,6 +162,7 @@ def test_single_document_has_no_standard_error(run, pair, tmp_path):
     assert np.isfinite(found["bits_per_byte"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

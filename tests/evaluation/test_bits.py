@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xtk import progress
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte, split_into_windows
 from xtk.evaluation.standard_errors import Estimate, Ratio
@@ -65,6 +67,17 @@ def test_bits_per_byte_equal_the_float64_reference(pair, side):
     assert found.num_windows == len(TEXTS) - 1  # the empty document has no window
     assert found.bits == pytest.approx(bits, rel=1e-6)
     assert found.bits_per_byte == pytest.approx(bits / size, rel=1e-6)
+
+
+def test_progress_moves_with_every_batch(pair, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
+    model = BackboneWithHead(load_causal_lm(ModelRef(pair.student)))
+    documents = make_documents([*TEXTS, *LONG_TEXTS])
+    evaluate_bits_per_byte(model, Tokenizer(pair.student), documents, batch_tokens=40, max_length=32)
+    done = [int(count) for count in re.findall(r"evaluate: (\d+)/\d+ documents  ", capsys.readouterr().err)]
+    assert done == sorted(done)
+    assert len(set(done)) > len(documents) // 3
+    assert done[-1] == len(documents)
 
 
 def test_bits_per_byte_do_not_depend_on_the_batch_size(pair):
@@ -238,6 +251,7 @@ def test_compared_models_score_the_same_bytes_from_a_shared_boundary_on(pair):
         assert sum(ratio.sums.sum() for ratio in scored.per_category.values()) == pytest.approx(scored.bits, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_evaluate_reports_the_bytes_that_all_models_predict(pair, tmp_path, run):
     data = small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has 12 apples.", "Bert has 4."])
     command = ("evaluate", pair.student, data, "--compare-to", pair.teacher, "--json", "--max-length", 64)
@@ -374,6 +388,7 @@ def test_data_without_text_is_refused(pair):
         evaluate_bits_per_byte(model, tokenizer, make_documents([""]))
 
 
+@pytest.mark.slow
 def test_nonfinite_bits_per_byte_are_reported_as_not_a_number(run, pair, corpus, tmp_path):
     """Also for every category: a broken model has no finite value for any byte."""
     model = load_causal_lm(ModelRef(pair.student))

@@ -127,6 +127,7 @@ def test_oracle_passes_the_unit_tests_of_human_eval(pair, real_data, tmp_path):
     assert evaluate_answers(prompts, wrong, tokenizer, sampling, rewards("tests:seconds=60")).mean_reward().value == 0.0
 
 
+@pytest.mark.slow
 def test_evaluate_command_compares_two_models_by_reward(run, pair, tmp_path):
     rows = [{"prompt": f"{n} + {n} =", "answer": f"#### {2 * n}00"} for n in range(5)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -195,11 +196,9 @@ def test_all_models_are_checked_before_the_first_evaluation(run, pair, tmp_path)
     weights.write_bytes(weights.read_bytes()[:-100])
     configuration = json.loads((small_vocabulary / "config.json").read_text())
     (small_vocabulary / "config.json").write_text(json.dumps({**configuration, "vocab_size": 100}))
-    link = tmp_path / "link"
-    link.symlink_to(pair.student)
     for name, message in (
-        ("bare", "folder has no tokenizer.json"), ("cut", "its safetensors header requires"),
-        ("small", "only 100 rows"), (f"{pair.student}", "name the same model"), ("link", "refer to the same model"),
+        ("bare", "folder has no tokenizer.json"), ("cut", "the weight file cannot be read"),
+        ("small", "only 100 rows"), (f"{pair.student}", "name the same model"),
     ):  # fmt: skip
         for command, *options in (
             ("evaluate-answers", "--reward", "gsm8k", "-o", "lost.jsonl"), ("evaluate", "--columns", "text=prompt"),

@@ -68,6 +68,7 @@ def sandbox() -> None:
         pytest.skip(f"no sandbox here: {error.where}")
 
 
+@pytest.mark.slow
 def test_oracle_scores_the_problems_of_gsm8k_that_it_knows(evaluate_problems, pair, real_data, tmp_path):
     rows = read_gsm8k(real_data)[:20]
     oracle = make_oracle(tmp_path / "oracle", {row["question"]: row["answer"] for row in rows[:15]})
@@ -77,6 +78,7 @@ def test_oracle_scores_the_problems_of_gsm8k_that_it_knows(evaluate_problems, pa
     assert evaluate_problems(pair.student, rows[:3], *GSM8K)["avg@1"] == 0.0
 
 
+@pytest.mark.slow
 def test_oracle_solves_problems_of_human_eval(evaluate_problems, sandbox, pair, real_data, tmp_path):
     rows = read_human_eval(real_data)[:3]
     oracle = make_oracle(tmp_path / "oracle", {row["prompt"]: row["canonical_solution"] for row in rows})

@@ -56,17 +56,6 @@ def test_only_results_with_equal_settings_share_a_row(tmp_path):
     assert values_by_row(path, *by_task, harness_result) == expected
 
 
-def test_windows_are_named_where_they_distinguish_results(tmp_path):
-    results = [{"model": model, "data": "t", "bits_per_byte": value, "window": window}
-               for model, window, value in (("a", 64, 2.5), ("b", 256, 2.0), ("b", 64, 2.25))]  # fmt: skip
-    path = tmp_path / "results.jsonl"
-    assert values_by_row(path, *results[:2], results[0]) == {("t", "bits_per_byte"): {"a": 2.5, "b": 2.0}}
-    assert values_by_row(path, *results) == {
-        ("t, window 64", "bits_per_byte"): {"a": 2.5, "b": 2.25},
-        ("t, window 256", "bits_per_byte"): {"b": 2.0},
-    }
-
-
 def test_two_different_results_of_one_name_are_refused(tmp_path):
     results = []
     for name, value in (("one.json", 2.5), ("other.json", 2.25)):

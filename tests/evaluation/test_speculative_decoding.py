@@ -74,6 +74,7 @@ def make_decoder(kind: str, vocab_size: int, sampling: SamplingConfig, share: fl
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 def test_greedy_text_is_exactly_that_of_the_target_alone(kind):
     decoder = make_decoder(kind, 60, GREEDY)
@@ -104,6 +105,7 @@ def test_greedy_acceptance_is_agreement_of_the_most_likely_tokens():
 SAMPLINGS = [SamplingConfig(temperature=1.0), SamplingConfig(temperature=1.3, top_k=3, top_p=0.9)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["plain", "filtered"])
 def test_sampled_text_has_the_distribution_of_the_target(sampling):
     vocab_size, length, count = 4, 2, 300

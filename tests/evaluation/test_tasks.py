@@ -7,29 +7,38 @@ import math
 import random
 import shutil
 import sys
+import weakref
 from pathlib import Path
 
 import lm_eval_tasks
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import small_inputs
 import torch
 from answer_lookup_model import make_oracle
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from xtk_processes import run_here
 
 from xtk.commands.evaluate_tasks import EvaluateTasksOptions, _print_task_results
 from xtk.errors import XtkError
 from xtk.evaluation.evaluation_result_files import read_results
+from xtk.models import causal_lm
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
 from xtk.models.resolver import ModelRef
+from xtk.rollouts import transformers_generator
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.task_evaluation import TaskEvaluator, parse_eval_tasks
 
 pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
 
-from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig, HarnessResults
-from xtk.evaluation.lm_eval_model import harness_tokenizer
+import lm_eval.tasks
+
+from xtk.evaluation.generated_answers import ProcessShare
+from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig, HarnessModel, HarnessResults, harness_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +63,54 @@ def reference_correct(model: Path) -> list[bool]:
     return is_correct
 
 
+@pytest.mark.slow
+def test_mmlu_on_own_files_equals_full_logits(run, pair, tmp_path):
+    """A task file that includes the harness's and replaces its data needs no network."""
+    rows = [{"question": f"What is {n} plus {n}?", "subject": "virology", "answer": n % 4,
+             "choices": [str(2 * n + (position - n) % 4) for position in range(4)]} for n in range(8)]  # fmt: skip
+    for split, count in (("test", 8), ("dev", 5)):
+        pq.write_table(pa.Table.from_pylist(rows[:count]), tmp_path / f"{split}.parquet")
+    files = {split: str(tmp_path / f"{split}.parquet") for split in ("test", "dev")}
+    own = Path(lm_eval.tasks.__file__).parent / "mmlu" / "default" / "mmlu_virology.yaml"
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "virology.yaml").write_text(json.dumps(
+        {"include": str(own), "task": "mmlu_virology", "dataset_path": "parquet", "dataset_name": None,
+         "dataset_kwargs": {"data_files": files}}))  # fmt: skip
+    result = run("evaluate-tasks", pair.student, "mmlu_virology", "--include-path", "tasks", "--num-fewshot", 1,
+                 "-o", "answers.jsonl", "--json", cwd=tmp_path)  # fmt: skip
+    scores = json.loads(result.stdout)["results"]["mmlu_virology"]
+    assert (scores["problems"], scores["num_fewshot"]) == (8, 1)
+    prompts = [json.loads(line)["prompt"][0][0] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+
+    def format_question(row: dict) -> str:
+        choices = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
+        return f"{row['question']}\n{choices}\nAnswer:"
+
+    header = "The following are multiple choice questions (with answers) about virology.\n\n"
+    example = f"{format_question(rows[0])} {'ABCD'[rows[0]['answer']]}\n\n"
+    assert prompts == [f"{header}{example}{format_question(row)}" for row in rows]
+    is_correct = [choice == row["answer"]
+                  for choice, row in zip(reference_choices(pair.student, prompts), rows, strict=True)]  # fmt: skip
+    assert scores["acc"] == np.mean(is_correct)
+
+
+def reference_choices(model: Path, texts: list[str]) -> list[int]:
+    """Return the most likely letter of a model after each text, from full logits in float64."""
+    tokenizer, network = Tokenizer(model), load_causal_lm(ModelRef(model, dtype="float64")).eval()
+    choices = []
+    for text in texts:
+        sums = []
+        for letter in "ABCD":
+            prompt_ids, full_ids = (one.ids.astype(np.int64) for one in tokenizer.encode([text, f"{text} {letter}"]))
+            with torch.no_grad():
+                logprobs = network(input_ids=torch.from_numpy(full_ids)[None]).logits[0].log_softmax(-1)
+            continuation = np.arange(len(prompt_ids), len(full_ids))
+            sums.append(float(logprobs[continuation - 1, full_ids[continuation]].sum()))
+        choices.append(int(np.argmax(sums)))
+    return choices
+
+
+@pytest.mark.slow
 def test_task_scores_of_two_models_equal_those_of_full_logits(run, pair, folder, tmp_path):
     arguments = ["evaluate-tasks", pair.student, "choose_sum,write_sum", "--include-path", folder,
                  "--compare-to", pair.teacher]  # fmt: skip
@@ -82,6 +139,38 @@ def test_task_scores_of_two_models_equal_those_of_full_logits(run, pair, folder,
     assert results[str(pair.teacher), "choose_sum", "acc"].error == scores["acc_error"]
     # A report of several models computes the differences itself.
     assert {metric for *_, metric in results} == {"acc", "exact_match,number"}
+
+
+def test_tasks_during_training_run_in_the_precision_of_the_run(pair):
+    tokenizer = Tokenizer(pair.student)
+    model = AutoModelForCausalLM.from_pretrained(pair.student, dtype=torch.float32)
+    for dtype in (torch.bfloat16, None):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+            harness = HarnessModel(
+                model, tokenizer, batch_size=1, max_length=None, template_arguments={}, stderr=sys.stderr,
+                process_share=ProcessShare(0, 1),
+            )  # fmt: skip
+            assert harness._model_call(torch.ones(1, 3, dtype=torch.int64)).dtype == (dtype or torch.float32)
+
+
+@pytest.mark.slow
+def test_first_model_is_freed_before_the_second_one_is_loaded(pair, folder, tmp_path, monkeypatch):
+    def load(*arguments, **options):
+        assert all(model() is None for model in loaded)
+        model = load_causal_lm(*arguments, **options)
+        loaded.append(weakref.ref(model))
+        return model
+
+    for module in (causal_lm, transformers_generator):
+        monkeypatch.setattr(module, "load_causal_lm", load)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    for command in (
+        ("evaluate-tasks", pair.student, "choose_sum", "--include-path", folder, "--max-prompts", 2),
+        ("evaluate-answers", pair.student, tmp_path / "prompts.jsonl", "--reward", "gsm8k", "--num-generations", 1),
+    ):
+        loaded = []
+        run_here(*command, "--compare-to", pair.teacher)
+        assert len(loaded) == 2
 
 
 def test_fewshot_examples_are_the_same_for_every_model_and_random_states_are_kept(pair, folder):
@@ -153,6 +242,7 @@ def test_invalid_tasks_and_options_are_refused(run, pair, folder, tmp_path, monk
         assert message in stderr, stderr
 
 
+@pytest.mark.slow
 def test_model_with_nonfinite_logits_is_refused(run, pair, folder, tmp_path):
     """An argmax over NaN returns the first choice, which is correct for some rows."""
     broken = shutil.copytree(pair.student, tmp_path / "broken")
@@ -193,6 +283,7 @@ def test_nonfinite_metric_is_null_in_json_and_stays_in_the_table(capsys):
     assert "3.5000" in table
 
 
+@pytest.mark.slow
 def test_num_fewshot_of_a_zero_shot_task_is_reported(run, pair, folder, tmp_path):
     (tmp_path / "tasks").mkdir()
     task_options = {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
@@ -217,6 +308,7 @@ def test_result_files_of_the_harness_are_read_with_their_errors(tmp_path):
     assert all(one.settings == ("the first 10",) for one in results)
 
 
+@pytest.mark.slow
 def test_text_after_the_end_token_is_ignored_in_a_batch(run, tmp_path):
     """A finished row continues while other rows of its batch are generated."""
     answers_by_question = {"2 + 3 =": "5", "20 + 30 =": "twenty and thirty make, if I count them one by one, 50"}

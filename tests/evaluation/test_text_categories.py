@@ -141,6 +141,7 @@ def test_categories_sum_to_the_total(pair, side, max_length):
     assert {"digits", "white space", "punctuation", "code", "Latin", "Greek"} <= set(found.per_category)
 
 
+@pytest.mark.slow
 def test_evaluate_command_reports_bits_by_category(run, pair, tmp_path):
     (tmp_path / "texts.txt").write_text(CODE)
     arguments = ("evaluate", pair.student, "texts.txt", "--compare-to", pair.teacher, "--by-category", "-q")

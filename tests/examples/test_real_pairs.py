@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import small_inputs
 from scipy import stats
 
 from xtk.rewards.reward_spec import parse_reward
@@ -32,12 +31,12 @@ def modules():
     sys.path.remove(str(EXAMPLE))
 
 
-@pytest.mark.parametrize("count", [2, 5, 10])
+@pytest.mark.parametrize("count", [2, 5, 10, 11, 60])
 def test_intervals_are_students_t(modules, count):
     values = [0.1 * number**2 for number in range(count)]
     mean, half = modules["results"].interval(values)
-    low, high = stats.t.interval(0.95, count - 1, loc=mean, scale=stats.sem(values))
-    assert (mean - half, mean + half) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3))
+    expected = stats.t.ppf(0.975, count - 1) * stats.sem(values)
+    assert (mean, half) == (pytest.approx(sum(values) / count), pytest.approx(expected, rel=2e-3))
 
 
 def test_differences_are_paired_by_seed_and_one_seed_has_no_interval(modules):
@@ -68,6 +67,7 @@ def test_right_answers_are_conversations(modules):
     assert len(list(modules["run"].right_answers(rows, rollouts, 1))) == 1
 
 
+@pytest.mark.slow
 def test_small_functions_pass_their_tests_and_others_do_not(modules):
     tasks = list(modules["texts"].small_functions())
     reward = parse_reward("tests").load_reward()
@@ -82,10 +82,77 @@ def test_a_reference_is_the_file_of_another_model_than_the_teacher(modules, tmp_
     run, pairs = modules["run"], modules["pairs"]
     (line,) = (line for line in pairs.ON_POLICY if "--reference" in line.options)
     results = modules["results"].Results(tmp_path)
-    experiment = run.Experiment("maths", pairs.PAIRS["maths"], tmp_path, tmp_path / "models", run.Size(), results)
-    words = experiment._distill_arguments(run.Candidate(line, 1e-4), 0)
-    assert words[words.index("--reference") + 1] == tmp_path / "models" / pairs.QWEN_SMALL
-    assert words[words.index("--teacher") + 1] == tmp_path / "models" / pairs.QWEN
+    for bf16, dtype in ((0, ""), (1, ":dtype=bfloat16")):
+        size = run.Size(bf16=bf16)
+        experiment = run.Experiment("maths", pairs.PAIRS["maths"], tmp_path, tmp_path / "models", size, results)
+        words = experiment._distill_arguments(run.Candidate(line, 1e-4), 0)
+        assert words[words.index("--reference") + 1] == f"{tmp_path / 'models' / pairs.QWEN_SMALL}{dtype}"
+        assert words[words.index("--teacher") + 1] == f"{tmp_path / 'models' / pairs.QWEN}{dtype}"
+
+
+def test_trl_gets_the_weight_of_cross_entropy(modules, tmp_path, monkeypatch):
+    run, pairs, commands = modules["run"], modules["pairs"], []
+    monkeypatch.setattr(run, "_run", commands.append)
+    monkeypatch.setattr(run, "resolve_model_folder", lambda name, **_: Path(name))
+    results = modules["results"].Results(tmp_path)
+    experiment = run.Experiment("code", pairs.PAIRS["code"], tmp_path, tmp_path / "models", run.Size(), results)
+    for line in (line for line in pairs.LINES if line.source == "trl"):
+        for candidate in experiment.candidates(line):
+            experiment._train_with_trl(candidate, 0, tmp_path / "student")
+    weights = [command[command.index("--ce") + 1] for command in commands]
+    assert weights == ["0", "0.3", "1", "3"] * 2
+
+
+def test_another_set_of_texts_is_refused_and_nothing_is_overwritten(modules, tmp_path):
+    texts, results = modules["texts"], modules["results"].Results(tmp_path)
+    first, second = {"code-train": [{"text": "a\u2028\x85"}]}, {"code-train": [{"text": "b"}]}
+    results.check_settings({"texts": texts.checksum(first), "python": "3.11.1", "seeds": 1})
+    results.check_settings({"texts": texts.checksum(first), "python": "3.11.2", "seeds": 2})
+    with pytest.raises(SystemExit, match="made with other texts"):
+        results.check_settings({"texts": texts.checksum(second), "python": "3.11.2", "seeds": 2})
+    texts.write_texts(tmp_path / "data", first)
+    texts.write_texts(tmp_path / "data", first)
+    with pytest.raises(SystemExit, match="other texts"):
+        texts.write_texts(tmp_path / "data", second)
+    (tmp_path / "settings.json").write_text("{}")  # of a version without a checksum
+    with pytest.raises(SystemExit, match="made with other texts"):
+        results.check_settings({"texts": texts.checksum(first), "seeds": 2})
+
+
+def test_answers_are_checked_by_a_reward_that_exists(modules):
+    reward = parse_reward(modules["run"].REWARD).load_reward()
+    row = modules["texts"].gsm8k_problem({"question": "6 * 7?", "answer": "It is 42.\n#### 42"})
+    assert [reward(text, row["prompt"], row) for text in ("So #### 42", "It is 42", "It is 41")] == [1, 1, 0]
+
+
+def write_wikipedia(corpora: Path, num_articles: int) -> None:
+    """Write files in the format of WikiText-2, with separated tokens."""
+    for name in ("valid", "test"):
+        lines = []
+        for number in range(num_articles):
+            sentence = f'In {name} {number} , a crew of 1 @,@ {number:03} " well @-@ known " men left together . '
+            unknown = "The <unk> came . "
+            lines += [f" = Article {name} {number} = ", "", f" {sentence * 4}{unknown}{sentence * 5}", " = = Part = = "]
+        (corpora / f"wikitext2-{name}.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def test_sentences_of_wikipedia_are_plain_text_and_parts_share_no_article(modules, tmp_path):
+    write_wikipedia(tmp_path, 16)
+    parts = modules["texts"].article_parts(tmp_path)
+    assert [len(texts) for texts in parts.values()] == [2 * 20, 2 * 4, 2 * 8]
+    articles = [{text.split(",")[0] for text in texts} for texts in parts.values()]
+    assert [len(one) for one in articles] == [20, 4, 8]
+    assert len(set.union(*articles)) == 32
+    first, *_ = parts["dev"]
+    number = first.split(",")[0].removeprefix("In valid ")
+    assert first == " ".join([f'In valid {number}, a crew of 1,{int(number):03} "well-known" men left together.'] * 4)
+
+
+def test_measured_documents_begin_after_the_first_word(modules):
+    texts = ["def f(x):\n    return x\n", "  spaces first", "word"]
+    rows = modules["texts"]._measured(texts)
+    assert [row["prompt"] for row in rows] == ["def", "  spaces", "word"]
+    assert [modules["texts"].whole_text(row) for row in rows] == texts
 
 
 def test_figure_of_spans_compares_chosen_lines_by_category(modules, tmp_path):
@@ -123,10 +190,7 @@ def write_corpora(folder: Path) -> Path:
     for name in ("train", "test"):
         rows = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(8)]
         (corpora / f"gsm8k_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name in ("valid", "test"):
-        (corpora / f"wikitext2-{name}.txt").write_text(
-            "\n".join(small_inputs.sentences(9, seed=1)[n] * 9 for n in range(9))
-        )
+    write_wikipedia(corpora, 16)
     with gzip.open(corpora / "HumanEval.jsonl.gz", "wt") as file:
         for number in range(5):
             file.write(json.dumps({"prompt": f"def f{number}():\n", "canonical_solution": "    return 1\n"}) + "\n")
@@ -142,6 +206,7 @@ def test_a_pair_is_trained_measured_and_continued(modules, run, pair, tmp_path, 
         config = json.loads((models / name / "config.json").read_text())
         (models / name / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
     monkeypatch.setenv("XTK_DATA", str(write_corpora(tmp_path)))
+    monkeypatch.setitem(modules["pairs"].START_TOKENS, modules["pairs"].SMOLLM2, "<|end_of_text|>")
     monkeypatch.setattr(modules["run"], "_run", lambda words: run(*words[2:], timeout=900).stdout.strip())
     sizes = ["--weights", "0.3", "--documents", "4", "--held-out", "4", "--steps", "2"]
     arguments = [str(output), "--short", "--models", str(models), *sizes]

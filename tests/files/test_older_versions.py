@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import safetensors.numpy
@@ -18,14 +17,11 @@ from xtk.cache import reader as teacher_cache
 from xtk.cache import shard_writing
 from xtk.cache import writer as cache_writer
 from xtk.cache.reader import TeacherCache
-from xtk.data.corpus_reader import Corpus
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import canonical_json
 from xtk.files.storage_folders import LocalFolder
-from xtk.projection import corpus_cooccurrence_counts
 from xtk.projection.file import read_projection
 from xtk.runs.folder import read_recipe, read_run_manifest
-from xtk.text.tokenizer import Tokenizer
 
 REBUILD_COMMAND = "xtk cache-teacher TEACHER DATA -o FOLDER --force"
 
@@ -114,20 +110,3 @@ def test_older_recipe_is_refused_also_by_xtk_report(tmp_path, run):
     assert failure.what == "this recipe of xtk distill has version 2; this xtk reads version 3"
     assert "xtk distill ... -o FOLDER --force" in str(failure.hint)
     assert failure.what in run("report", tmp_path, "-o", tmp_path / "page.html", code=1).stderr
-
-
-def test_older_unfinished_counts_are_discarded_and_counted_again(pair, corpus, tmp_path):
-    student, teacher = Tokenizer(pair.student), Tokenizer(pair.teacher)
-    state = corpus_cooccurrence_counts.counting_state_path(tmp_path / "p")
-    metadata = {
-        "format": corpus_cooccurrence_counts.FORMAT,
-        "version": 1,
-        "rules": 3,
-        "documents": 3,
-        "corpus": "sha256:0",
-    }
-    tensors = {"keys": np.zeros(1, np.int64), "times": np.ones(1, np.int64)}
-    safetensors.numpy.save_file(tensors, state, metadata={"xtk": canonical_json(metadata)})
-    documents = Corpus([str(corpus)])
-    found = corpus_cooccurrence_counts.count_corpus_cooccurrences(student, teacher, documents, tmp_path / "p")
-    assert found.num_documents == 40

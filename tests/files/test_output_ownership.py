@@ -141,6 +141,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "state", "force"), cases())
 def test_who_owns_an_output(commands, finished, tmp_path, command, state, force):
     output = tmp_path / "out.jsonl"

@@ -31,7 +31,7 @@ NAMES_INSIDE = ("notes.txt", ".git/config", "config.json", "README.md", "tokeniz
                 "rollout_batches/000000/note", "modeling_mine.py", "seed=0/x", "train.jsonl", "a/b/c",
                 "out")  # fmt: skip
 NAMES_BESIDE = ("notes.txt", "out.replaced-1", "out.replaced-3/x", "out.kept-1", "out.1", "out.log", "seed=0.log",
-                "out.jsonl.replaced-1", "out.xtk-cooccurrence-state.replaced-1", "checkpoint-1/x")  # fmt: skip
+                "out.jsonl.replaced-1", "checkpoint-1/x")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def output_name(command: str) -> str:
 
 OTHER = {"cache-teacher": ["--top-k", 2], "merge": ["--rows", "1:9"], "distill": ["--seed", 9], "transplant":
          ["--method", "random"], "export": ["--max-shard-size", "60KB"], "rollout": ["--seed", 9],
-         "prune-projection": ["--top-k", 1], "build-projection": ["--method", "special"]}  # fmt: skip
+         "prune-projection": ["--top-k", 1], "build-projection": ["--method", "exact"]}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +182,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "force"), CASES)
 def test_files_of_the_user_survive_each_command(commands, own_output, tmp_path, command, force):
     for seed in range(2):

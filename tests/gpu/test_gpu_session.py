@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import gpu_session
+import pytest
 from gpu_session import PART_SECONDS, STEPS, Results, Step, run_parts, take_step
 
 PRINT_TABLE = (
@@ -47,6 +48,7 @@ def test_parts_have_steps_shorter_than_a_part_and_step_names_are_unique():
     assert len({step.name for step in STEPS}) == len(STEPS)
 
 
+@pytest.mark.slow
 def test_a_part_ends_in_time_whatever_its_steps_do(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_session, "PART_SECONDS", 3.0)
     monkeypatch.setattr(gpu_session, "MIN_STEP_SECONDS", 0.5)
@@ -67,6 +69,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_steps_import_no_package_beyond_those_that_the_session_needs():
     assert "datasets" not in gpu_session.REQUIRED_PACKAGES
     files = {word for step in [*STEPS, gpu_session.DATA_STEP] for word in step.command if word.endswith(".py")}
@@ -116,6 +119,7 @@ def test_step_over_its_limit_is_killed_with_its_children_and_the_next_step_runs(
         raise AssertionError("a child of the step is still running")
 
 
+@pytest.mark.slow
 def test_dry_run_has_longer_time_limits(tmp_path):
     step = Step("slow", 1, 1, ("-c", "import time; time.sleep(2)"))
     assert run_parts([1], [step], Results(tmp_path / "r"), dry_run=True) == 0
@@ -158,6 +162,7 @@ def test_results_are_kept_if_the_session_is_killed(tmp_path):
     assert found == [("done", "started"), ("done", "passed"), ("slow", "started")]
 
 
+@pytest.mark.slow
 def test_session_without_a_gpu_is_refused_with_its_requirements(tmp_path):
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, gpu_session.__file__, "--output", str(tmp_path / "r")]

@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 
 from xtk.importers.service_answers import AnswerFile, make_requests
-from xtk.options.query_teacher_options import ServiceOptions
+from xtk.options.shared import ServiceOptions
 from xtk.text.document import Document
 
 URL = "http://127.0.0.1:9/v1"  # no server listens on this port
@@ -132,6 +132,7 @@ def test_prompts_that_the_mode_does_not_support_are_refused(run, tmp_path, mode,
     assert what in " ".join(refused.stderr.split())
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_answers(tmp_path):
     """A file of 20 MB is opened, continued and sorted with less than 8 MB."""
     listed = [{"token": f"t{number}", "logprob": -1.0} for number in range(1000)]

@@ -1,4 +1,4 @@
-"""Log-probabilities written by TRL, axolotl and DistillKit are imported as the caches that they describe."""
+"""Log-probabilities written by DistillKit are imported as the caches that they describe."""
 
 import json
 import math
@@ -57,13 +57,10 @@ def make_tokens_likely(logits, ids, size):
     return logits.log_softmax(-1)
 
 
-def top_tokens(row, token=None):
-    """Return ids and values of the most likely tokens; `token` replaces the last one if it is not among them."""
+def top_tokens(row):
+    """Return ids and values of the most likely tokens."""
     top = row.topk(TOP)
-    ids, values = top.indices.tolist(), top.values.tolist()
-    if token is not None and token not in ids:
-        ids, values = [*ids[:-1], token], [*values[:-1], float(row[token])]
-    return ids, values
+    return top.indices.tolist(), top.values.tolist()
 
 
 def read_stored_positions(folder):
@@ -83,23 +80,18 @@ def read_stored_positions(folder):
     return documents
 
 
-def assert_cache_matches(
-    folder, scored_texts, *, first=lambda ids: 1, normalized=False, tolerance=1e-5, with_token=False
-):
+def assert_cache_matches(folder, scored_texts, *, tolerance=1e-5):
     """Assert that a cache has the model's log-probabilities."""
     documents = read_stored_positions(folder)
     assert len(documents) == len(scored_texts)
     for stored_positions, (ids, expected) in zip(documents, scored_texts, strict=True):
-        expected_indices = [
-            i for i in range(first(ids), len(ids)) if not normalized or ids[i] in top_tokens(expected[i])[0]
-        ]
+        expected_indices = range(1, len(ids))
         assert [token for token, _, _ in stored_positions] == [ids[i] for i in expected_indices]
         for (token, listed, observed), i in zip(stored_positions, expected_indices, strict=True):
-            top_ids, values = top_tokens(expected[i], ids[i] if with_token else None)
-            shift = float(torch.tensor(values).logsumexp(0)) if normalized else 0.0
+            top_ids, values = top_tokens(expected[i])
             assert {token_id for token_id in listed if token_id in top_ids} == set(top_ids)
             for token_id, value in zip(top_ids, values, strict=True):
-                assert listed[token_id] == pytest.approx(value - shift, abs=tolerance)
+                assert listed[token_id] == pytest.approx(value, abs=tolerance)
             if token in top_ids:
                 assert observed == pytest.approx(listed[token], abs=1e-6)
             else:  # not listed: the stored value is an upper bound
@@ -113,128 +105,6 @@ def write_rows(path, rows):
 
 def import_cache(run, teacher, file, output, *options):
     return run("cache", "import", file, "--tokenizer", teacher, "--precision", "float32", *options, "-o", output)
-
-
-def test_output_of_the_trl_client_is_imported(run, teacher, scored_texts, tmp_path):
-    from trl.generation.vllm_client import VLLMClient, parse_logprobs
-
-    rows, prompt_length = [], 3
-    for ids, expected in scored_texts:
-        choice = {"content": [
-            {"token": f"token_id:{ids[i]}", "logprob": float(expected[i, ids[i]]), "top_logprobs": [
-                {"token": f"token_id:{one}", "logprob": value}
-                for one, value in zip(*top_tokens(expected[i], ids[i]), strict=True)
-            ]}
-            for i in range(prompt_length, len(ids))
-        ]}  # fmt: skip
-        logprobs, top_ids = parse_logprobs([choice])
-        rows.append({"prompt_ids": ids[:prompt_length], "completion_ids": ids[prompt_length:], "logprobs": logprobs[0],
-                     "logprob_token_ids": top_ids[0]})  # fmt: skip
-    import_cache(run, teacher, write_rows(tmp_path / "trl.jsonl", rows), tmp_path / "cache")
-    assert_cache_matches(tmp_path / "cache", scored_texts, first=lambda _: prompt_length, with_token=True)
-
-    rows = []
-    for ids, expected in scored_texts:
-        prompt_logprobs = [None]
-        for i in range(1, len(ids)):
-            top_ids, values = top_tokens(expected[i])
-            position = {str(one): {"logprob": value, "rank": rank + 1}
-                        for rank, (one, value) in enumerate(zip(top_ids, values, strict=True))}  # fmt: skip
-            if ids[i] not in top_ids:
-                position[str(ids[i])] = {"logprob": float(expected[i, ids[i]]), "rank": 999}
-            prompt_logprobs.append(position)
-        formatted = VLLMClient._format_sequence_logprobs(
-            {"prompt_logprobs": prompt_logprobs}, ids, prompt_length, TOP + 4
-        )
-        rows.append({"prompt_ids": ids[:prompt_length], "completion_ids": ids[prompt_length:], **formatted})
-    # Short lists are padded with -inf.
-    assert any(value == -math.inf for row in rows for one in row["logprobs"] for value in one)
-    import_cache(run, teacher, write_rows(tmp_path / "scored.jsonl", rows), tmp_path / "scored")
-    documents = read_stored_positions(tmp_path / "scored")
-    for positions, (ids, expected) in zip(documents, scored_texts, strict=True):
-        for (token, listed, observed), i in zip(positions, range(prompt_length, len(ids)), strict=True):
-            assert token == ids[i]
-            assert observed == pytest.approx(float(expected[i, token]), abs=1e-5)
-            assert all(value == pytest.approx(float(expected[i, one]), abs=1e-5) for one, value in listed.items())
-
-
-@pytest.mark.parametrize("shift", [0, 1])
-def test_prepared_datasets_of_axolotl_are_imported(run, teacher, scored_texts, tmp_path, shift):
-    """Versions of axolotl differ: list j belongs to token j or to token j + 1; prompts have no labels."""
-    rows, first = [], 3
-    for ids, expected in scored_texts:
-        top_ids, logprobs, mask = [], [], []
-        for i in range(len(ids)):
-            target = i + shift
-            if not 1 <= target < len(ids):
-                top_ids.append(list(range(TOP)))
-                logprobs.append([-1e9] * TOP)
-                mask.append([0] * TOP)
-                continue
-            ids_at_target, values = top_tokens(expected[target])
-            log_total = float(torch.tensor(values).logsumexp(0))
-            top_ids.append(ids_at_target)
-            logprobs.append([value - log_total for value in values])
-            mask.append([int(target >= first)] * TOP)
-        labels = [-100 if i < first else token_id for i, token_id in enumerate(ids)]
-        rows.append({"input_ids": ids, "labels": labels, "attention_mask": [1] * len(ids), "target_token_ids": top_ids,
-                     "target_logprobs": logprobs, "target_mask": mask})  # fmt: skip
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "prepared.parquet")
-    stderr = import_cache(run, teacher, tmp_path / "prepared.parquet", tmp_path / "cache").stderr
-    assert "normalized them, and the remainder is lost" in " ".join(stderr.split())
-    assert_cache_matches(tmp_path / "cache", scored_texts, first=lambda _: first, normalized=True)
-    missing = sum(
-        ids[i] not in top_tokens(expected[i])[0] for ids, expected in scored_texts for i in range(first, len(ids))
-    )
-    assert bool(missing) == (f"{missing} of" in stderr)
-
-
-@pytest.mark.parametrize("version", ["vllm lists", "arrays"])
-def test_axolotl_logprobs_are_aligned_with_the_conversation(run, teacher, tmp_path, version):
-    """The lists contain only the answer's tokens; the template writes more tokens after them."""
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
-    model = AutoModelForCausalLM.from_pretrained(teacher).eval()
-    rows, expected_documents = [], []
-    for text in TEXTS[:3]:
-        messages = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": text}]
-        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-        prompt = tokenizer.apply_chat_template(
-            messages[:1], tokenize=True, return_dict=False, add_generation_prompt=True
-        )
-        end = len(ids) - ids[::-1].index(tokenizer.eos_token_id)
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0]
-        logprobs = make_tokens_likely(logits, ids, len(tokenizer))
-        lists = [top_tokens(logprobs[i - 1], ids[i]) for i in range(len(prompt), end)]
-        expected_documents.append([(ids[i], dict(zip(*one, strict=True)))
-                                   for i, one in zip(range(len(prompt), end), lists, strict=True)])  # fmt: skip
-        if version == "arrays":
-            rows.append({"messages": messages, "target_token_ids": [one for one, _ in lists],
-                         "logprobs": [values for _, values in lists]})  # fmt: skip
-        else:
-            rows.append({"messages_combined": messages, "llm_text_generation_vllm_logprobs": [
-                [{"token": f"token_id:{token_id}", "logprob": value} for token_id, value in zip(*one, strict=True)]
-                for one in lists]})  # fmt: skip
-    import_cache(run, teacher, write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "cache")
-    documents = read_stored_positions(tmp_path / "cache")
-    for positions, expected_positions in zip(documents, expected_documents, strict=True):
-        assert [token for token, _, _ in positions] == [token for token, _ in expected_positions]
-        for (token, listed, observed), (_, expected) in zip(positions, expected_positions, strict=True):
-            assert {one: pytest.approx(value, abs=1e-5) for one, value in expected.items()} == listed
-            assert observed == pytest.approx(expected[token], abs=1e-5)
-    rows[1]["messages" if version == "arrays" else "messages_combined"][1]["content"] = "Something else entirely, yes."
-    proc = run(
-        "cache",
-        "import",
-        write_rows(tmp_path / "rows.jsonl", rows),
-        "--tokenizer",
-        teacher,
-        "-o",
-        tmp_path / "no",
-        code=1,
-    )
-    assert "document 1" in proc.stderr
-    assert "other tokens" in proc.stderr
 
 
 def pack_bits(values, bits):
@@ -310,6 +180,7 @@ def write_compressed(scored_texts, folder, name):
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_files_of_distillkit_are_imported(run, teacher, scored_texts, tmp_path, name):
     write_compressed(scored_texts, tmp_path / "kit", name)
@@ -355,6 +226,7 @@ def test_invalid_distillkit_configuration_is_refused_and_nothing_is_written(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_lists_of_other_tokens_and_invalid_columns_are_refused(run, teacher, scored_texts, tmp_path):
     ids, expected = scored_texts[0]
     lists = [top_tokens(expected[i]) for i in range(1, len(ids))]
@@ -365,7 +237,6 @@ def test_lists_of_other_tokens_and_invalid_columns_are_refused(run, teacher, sco
         "different shapes": valid | {"top_values": [one[:-1] for one in valid["top_values"]]},
         "not an array of numbers": valid | {"token_ids": [["a"] * TOP for _ in lists]},
         "sum": valid | {"top_values": [[-0.1 for _ in values] for _, values in lists]},
-        "no conversation": {"target_token_ids": valid["token_ids"], "logprobs": valid["top_values"]},
     }
     for message, row in cases.items():
         file = write_rows(tmp_path / "rows.jsonl", [valid, row])

@@ -17,8 +17,6 @@ from xtk.errors import XtkError
 from xtk.importers.cache_export import export_cache
 from xtk.importers.cache_import import import_cache
 from xtk.importers.completion_logprobs import read_answer
-from xtk.models.resolver import ModelRef
-from xtk.teachers.cache_rescoring import verify_cache
 from xtk.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -28,15 +26,15 @@ TEMPLATE = (
 PROMPTS = ["Anna has 12", "The river — é", "def f(x):\n    return", "2019 and 2020"]
 
 
-@pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
+@pytest.mark.slow
 @pytest.mark.parametrize("support", ["top-k", "top-k+sample", "sample"])
-def test_cache_is_unchanged_by_export_and_import(run, pair, corpus, tmp_path, file_format, support):
+def test_cache_is_unchanged_by_export_and_import(run, pair, corpus, tmp_path, support):
     sampling = () if support == "top-k" else ("--num-samples", "5", "--num-sample-sets", "2")
     top_k = () if support == "sample" else ("--top-k", "8")
     run("cache-teacher", pair.teacher, corpus, "--support", support, *top_k, *sampling, "--precision", "float32",
         "-o", tmp_path / "cache")  # fmt: skip
-    file = tmp_path / f"file.{file_format}"
-    run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file)
+    file = tmp_path / "file.parquet"
+    run("cache", "export", tmp_path / "cache", "-o", file)
     run("cache", "import", file, "--tokenizer", pair.teacher, "--precision", "float32", "-o", tmp_path / "again")
     import_arguments = ("cache", "import", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
     files = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "again").iterdir()}
@@ -61,10 +59,11 @@ def test_cache_is_unchanged_by_export_and_import(run, pair, corpus, tmp_path, fi
         assert old_samples.num_sample_sets == (2 if sampling else 0)
         for name in ("sample_offsets", "sample_ids", "sample_counts", "sample_logprobs") if sampling else ():
             np.testing.assert_array_equal(getattr(old_samples, name), getattr(new_samples, name))
-    run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file, code=1)
-    run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file, "--force")
+    run("cache", "export", tmp_path / "cache", "-o", file, code=1)
+    run("cache", "export", tmp_path / "cache", "-o", file, "--force")
 
 
+@pytest.mark.slow
 def test_token_ids_that_a_file_cannot_store_are_reported(run, pair, tmp_path):
     rows = [
         {"prompt": "12 + 5 =", "completion": " 17", "w": 5, "teacher_prompt": "The sum is 17.\n12 + 5 ="},
@@ -86,8 +85,8 @@ def test_token_ids_that_a_file_cannot_store_are_reported(run, pair, tmp_path):
         assert ("1 rows have token ids that are not those of their text or messages" in printed) == (name == "all")
 
 
-@pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
-def test_weights_and_routes_are_kept(run, pair, tmp_path, file_format):
+@pytest.mark.slow
+def test_weights_and_routes_are_kept(run, pair, tmp_path):
     rows = [
         {"prompt": "12 + 5 =", "completion": " 17", "w": 5, "r": "maths"},
         {"text": "The cat", "w": 0.25, "r": "other"},
@@ -96,12 +95,12 @@ def test_weights_and_routes_are_kept(run, pair, tmp_path, file_format):
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = ("--weight-column", "w", "--route-column", "r", "--long-documents", "truncate")
     run("cache-teacher", pair.teacher, tmp_path / "data.jsonl", *columns, "-o", tmp_path / "cache")
-    file = tmp_path / f"file.{file_format}"
-    run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file)
+    file = tmp_path / "file.parquet"
+    run("cache", "export", tmp_path / "cache", "-o", file)
     run("cache", "import", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
     run("cache", "merge", tmp_path / "cache", "-o", tmp_path / "merged")
-    run("cache", "export", tmp_path / "merged", "--format", file_format, "-o", tmp_path / f"merged.{file_format}")
-    from_merged = ("cache", "import", tmp_path / f"merged.{file_format}", "--tokenizer", pair.teacher)
+    run("cache", "export", tmp_path / "merged", "-o", tmp_path / "merged.parquet")
+    from_merged = ("cache", "import", tmp_path / "merged.parquet", "--tokenizer", pair.teacher)
     run(*from_merged, "-o", tmp_path / "from-merged")
     for name in ("again", "from-merged"):
         imported = TeacherCache(tmp_path / name)
@@ -119,20 +118,9 @@ def test_weights_and_routes_are_kept(run, pair, tmp_path, file_format):
     assert written_cache.routes() == ["", "", "other"]
 
 
-def test_export_of_another_version_is_refused(run, pair, tmp_path):
-    xtk.cache_teacher(str(pair.teacher), [{"text": "Anna has 12"}], tmp_path / "cache")
-    export_cache(TeacherCache(tmp_path / "cache"), tmp_path / "file.jsonl", "jsonl")
-    row = json.loads((tmp_path / "file.jsonl").read_text())
-    (tmp_path / "file.jsonl").write_text(json.dumps({**row, "xtk_export": 99}) + "\n")
-    done = run(
-        "cache", "import", tmp_path / "file.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "again", code=1
-    )
-    assert "has version 99 of exported caches; this xtk reads version 1" in " ".join(done.stderr.split())
-
-
-@pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
+@pytest.mark.slow
 @pytest.mark.parametrize("support", ["candidates", "none", "top-p"])
-def test_support_is_kept_by_export_and_import(run, pair, tmp_path, support, file_format):
+def test_support_is_kept_by_export_and_import(run, pair, tmp_path, support):
     """A cache whose stored tokens are not the most likely ones keeps its support after export and import."""
     data = tmp_path / "data.jsonl"
     ids = Tokenizer(pair.teacher).encode(["Anna has 12"])[0].ids.tolist()
@@ -143,20 +131,20 @@ def test_support_is_kept_by_export_and_import(run, pair, tmp_path, support, file
     )
     data.write_text(json.dumps(row) + "\n")
     run("cache-teacher", pair.teacher, data, "--support", support, "-o", tmp_path / "cache")
-    file = tmp_path / f"file.{file_format}"
-    run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file)
+    file = tmp_path / "file.parquet"
+    run("cache", "export", tmp_path / "cache", "-o", file)
     run("cache", "import", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
     options = TeacherCache(tmp_path / "again").header["options"]
     assert options["support"] == ("top-k" if support == "top-p" else support)
 
 
-@pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("support", "expected"), [("top-k", 8), ("top-k+sample", 8), ("top-p", 1)])
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_imported_cache_has_the_top_k_of_the_exported_one(pair, corpus, tmp_path, file_format, support, expected):
+def test_imported_cache_has_the_top_k_of_the_exported_one(pair, corpus, tmp_path, support, expected):
     original = xtk.cache_teacher(str(pair.teacher), str(corpus), tmp_path / "cache", support=support, top_k=8)
-    file = tmp_path / f"file.{file_format}"
-    export_cache(original, file, file_format)
+    file = tmp_path / "file.parquet"
+    export_cache(original, file)
     imported, _ = import_cache([str(file)], tmp_path / "again", tokenizer=str(pair.teacher))
     assert imported.header["options"]["top_k"] == expected
     fractions = [
@@ -165,9 +153,9 @@ def test_imported_cache_has_the_top_k_of_the_exported_one(pair, corpus, tmp_path
     ]
     assert 0 < fractions[1] < 1
     assert support == "top-p" or fractions[0] == fractions[1]
-    assert verify_cache(imported, ModelRef(pair.teacher, name="teacher"), documents=4)["positions"] > 0
 
 
+@pytest.mark.slow
 def test_answers_without_top_logprobs_have_support_none(run, pair, service_answers, tmp_path):
     file, _ = service_answers
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -379,6 +367,7 @@ def set_top(response, choice):
 OTHER_TYPE = "a value of the row has another type than its format"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -520,6 +509,7 @@ def test_observed_token_outside_of_top_logprobs_gets_an_upper_bound(run, tmp_pat
     assert cache.read_document(0).teacher_logprobs.observed_logprobs.tolist() == [-2.0, -0.25]
 
 
+@pytest.mark.slow
 def test_changed_finish_reason_needs_force(run, tmp_path):
     entry = {"token": "b", "bytes": [98], "logprob": -0.5, "top_logprobs": []}
     file = tmp_path / "answers.jsonl"
@@ -539,16 +529,16 @@ def test_changed_finish_reason_needs_force(run, tmp_path):
     assert TeacherCache(tmp_path / "cache").read_document(0).document.is_complete
 
 
+@pytest.mark.slow
 def test_only_files_of_export_cache_are_replaced(run, pair, corpus, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", tmp_path / "cache")
     user_row = {"token_ids": [1, 2], "logprobs": [None, -1.0], "top_ids": [None, [2]], "top_logprobs": [None, [-1.0]]}
     (tmp_path / "mine.jsonl").write_text(json.dumps(user_row) + "\n")
-    options = ("--format", "jsonl", "-o")
-    run("cache", "export", tmp_path / "cache", *options, tmp_path / "mine.jsonl", code=1)
+    run("cache", "export", tmp_path / "cache", "-o", tmp_path / "mine.jsonl", code=1)
     assert json.loads((tmp_path / "mine.jsonl").read_text()) == user_row
-    run("cache", "export", tmp_path / "cache", *options, tmp_path / "out.jsonl")
-    run("cache", "export", tmp_path / "cache", *options, tmp_path / "out.jsonl", code=1)
-    run("cache", "export", tmp_path / "cache", *options, tmp_path / "out.jsonl", "--force")
+    run("cache", "export", tmp_path / "cache", "-o", tmp_path / "out.parquet")
+    run("cache", "export", tmp_path / "cache", "-o", tmp_path / "out.parquet", code=1)
+    run("cache", "export", tmp_path / "cache", "-o", tmp_path / "out.parquet", "--force")
 
 
 def test_large_row_is_read_up_to_max_document_bytes(run, service_answers, tmp_path):
@@ -666,6 +656,7 @@ def test_ids_suffice_without_a_document_that_can_be_tokenized(pair, tmp_path, ca
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [

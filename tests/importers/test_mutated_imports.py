@@ -33,19 +33,12 @@ def make_rows(folder: Path) -> dict[str, dict]:
               "top_logprobs": [{one.decode(): -0.25} for one in tokens]}  # fmt: skip
     exact_bytes = np.array(logprobs, "<f4").view(np.uint8).tolist()
     packed_ids = [list(int(f"{one:09b}{other_value:09b}000000", 2).to_bytes(3, "big")) for one, other_value in top]
-    vllm = [[{"token": f"token_id:{token}", "logprob": value} for token, value in zip(*one, strict=True)]
-            for one in zip(top, logprobs, strict=True)]  # fmt: skip
     return {
         "chat": {"messages": [message], "response": {"model": "m", "choices": [choice], "usage": {
             "completion_tokens": len(entries)}}},
         "text": {"prompt": "x", "response": {"model": "m", "choices": [{"text": text, "logprobs": legacy}]}},
         "ids": {"token_ids": ids, "logprobs": [None, *[-0.25] * len(top)], "top_ids": [None, *top],
                 "top_logprobs": [None, *logprobs]},
-        "TRL": {"prompt_ids": ids[:1], "completion_ids": ids[1:], "logprobs": logprobs, "logprob_token_ids": top,
-                "actual_logprobs": [[-0.25] for _ in top]},
-        "axolotl": {"input_ids": ids, "labels": ids, "target_token_ids": [*top, [0, 1]],
-                    "target_logprobs": [*logprobs, [-1e9, -1e9]], "target_mask": [*[[1, 1]] * len(top), [0, 0]]},
-        "vllm": {"messages": [message, {"role": "assistant", "content": text}], "some_logprobs": vllm},
         "kit": {"input_ids": ids, "bytepacked_indices": packed_ids, "compressed_logprobs": exact_bytes},
         "raw kit": {"input_ids": ids, "token_ids": top, "top_values": logprobs},
     }  # fmt: skip
@@ -90,7 +83,7 @@ def count_import_outcomes(teacher: Path, folder: Path, name: str, seeds: range) 
     return counts
 
 
-NAMES = ["chat", "text", "ids", "TRL", "axolotl", "vllm", "kit", "raw kit"]
+NAMES = ["chat", "text", "ids", "kit", "raw kit"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -358,6 +358,7 @@ SMALL_PAIRS = [("student", "teacher"), ("teacher", "student"), ("student", "stud
                ("student", "metaspace"), ("teacher", "word-piece"), ("composing", "student")]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("student", "teacher"), SMALL_PAIRS)
 @pytest.mark.parametrize("kind", ["numbers", "emoji", "accents"])
 def test_byte_kl_matches_the_reference_with_small_tokenizers(family_partitions, student, teacher, kind):
@@ -369,6 +370,7 @@ def test_byte_kl_matches_the_reference_with_small_tokenizers(family_partitions, 
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("student", "teacher"), SMALL_PAIRS)
 def test_linear_scan_and_search_find_the_same_cells(family_partitions, student, teacher, monkeypatch):
     student_tokenizer, teacher_tokenizer, partition = family_partitions(student, teacher)
@@ -411,6 +413,7 @@ def real_partitions(real_data):
 
 
 # The reference enumerates the bytes of whole vocabularies: almost a minute per text.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("student", "teacher", "kind"),
     [

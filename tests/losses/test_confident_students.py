@@ -56,6 +56,7 @@ def expected(logits, weights, divergence):
     return float(cell_values.sum().detach()), leaf.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", ["forward-kl", "reverse-kl", "jsd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rows", [1, 3])

@@ -149,6 +149,7 @@ def tolerance_of(name: str) -> float:
     return 1e-7 if name in ("p-kl", "boundary-kl") else 1e-10
 
 
+@pytest.mark.slow
 @every_kind
 @every_loss
 def test_fused_loss_matches_loops_over_items_cells_and_entries(name, kind):
@@ -177,6 +178,7 @@ def test_random_cases_cover_all_special_cases():
     assert random_case(0, K=99, sharpness=300.0).example.teacher_logprobs.logprobs.min() < -100
 
 
+@pytest.mark.slow
 @every_kind
 @every_divergence_loss
 def test_distribution_losses_are_not_negative(name, kind):
@@ -189,6 +191,7 @@ def test_distribution_losses_are_not_negative(name, kind):
             assert sums[0] >= -1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [1, 3, 23])
 @every_distribution_loss
 def test_equal_models_have_loss_0_and_gradient_0(name, K):
@@ -244,6 +247,7 @@ def test_forward_kl_of_a_full_support_is_the_full_divergence():
     assert float(total) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 @every_loss
 def test_loss_does_not_depend_on_the_chunk_size(name):
     case = case_for_loss(name, 7, K=5, spans=40, bias=True)
@@ -254,6 +258,7 @@ def test_loss_does_not_depend_on_the_chunk_size(name):
         assert_close([found, *found_gradients], [total, *gradients], 1e-12)
 
 
+@pytest.mark.slow
 @every_loss
 def test_loss_does_not_depend_on_the_order_of_documents(name):
     cases = [case_for_loss(name, 5, K=4), *(case_for_loss(name, seed, K=4) for seed in (6, 7))]
@@ -287,6 +292,7 @@ def test_micro_batches_with_one_denominator_sum_to_the_batch(name):
     )
 
 
+@pytest.mark.slow
 @every_loss
 @pytest.mark.parametrize("weights", [(1, 2, 0), (3, 1, 2)])
 def test_a_document_of_weight_2_counts_as_two_copies(name, weights):
@@ -363,6 +369,7 @@ def test_an_upstream_gradient_scales_the_gradients(name):
     assert_close([inputs[0].grad, inputs[1].grad], [-2.5 * gradient for gradient in unscaled], 1e-12)
 
 
+@pytest.mark.slow
 @every_loss
 def test_gradients_agree_with_finite_differences(name):
     case = case_for_loss(name, 1, K=3, spans=3, V=7, U=6, H=3, bias=True)
@@ -575,6 +582,7 @@ def random_cases(draw):
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(case=random_cases())
 def test_fill_cells_matches_the_reference_on_repeated_calls(case):
@@ -705,6 +713,7 @@ def number_partition(V: int) -> BytePartition:
     return BytePartition.from_vocabularies(side, side)
 
 
+@pytest.mark.slow
 @every_loss
 def test_memory_depends_on_the_chunk_size_and_not_on_the_number_of_rows(name):
     V, H, chunk = 20_000, 8, 32
@@ -924,6 +933,7 @@ def cells_with_divergence(name: str, case: Case, divergence: str) -> LossCells:
     return cells_of(name, case, spec.options)
 
 
+@pytest.mark.slow
 @every_divergence
 @every_loss_with_divergence
 def test_divergences_and_gradients_match_the_reference(name, divergence):

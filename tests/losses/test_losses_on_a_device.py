@@ -45,6 +45,7 @@ def loss_and_gradients(
     return [to_host(one.detach()) for one in (total, sums, *(leaf.grad for leaf in leaves))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "chunk"), [*((name, 7) for name in LOSSES), ("byte-kl", 64), ("byte-kl", 1)])
 def test_losses_on_a_device_match_the_cpu_and_never_wait(name, chunk):
     expected = loss_and_gradients(name, chunk, CPU)
@@ -141,6 +142,7 @@ def test_log_probabilities_under_autocast_have_the_products_of_training_on_a_gpu
         assert not cuda.operations["aten.mm.default"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["byte-kl", "escd", "gold", "strict"])
 def test_arrays_of_the_vocabularies_are_copied_to_a_device_once(name):
     case = random_case(3, K=6)

@@ -39,6 +39,7 @@ def observed_only_logprobs(sequence, share: float) -> TeacherLogprobs:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("messages", [CALLING, ANSWERING], ids=["after a call", "after an answer"])
 @pytest.mark.parametrize("name", ["byte-kl", "bpm", "p-kl", "strict", "boundary-kl", "escd", "simct", "gold"])
 def test_gradient_raises_only_the_end_token_where_the_teacher_stops(tokenizers, name, messages):

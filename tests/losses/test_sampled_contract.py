@@ -113,6 +113,7 @@ def test_losses_of_one_tokenizer_and_byte_kl_use_known_probabilities():
     assert set(USERS) == {*single, "byte-kl"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in USERS if name != "byte-kl"])
 def test_the_average_over_sample_sets_is_the_result_of_all_probabilities(name):
     """Value and gradient, to the standard error."""

@@ -98,6 +98,7 @@ def full_logprobs() -> TeacherLogprobs:
     return stored_logprobs_of(V, 0, 0).to_teacher_logprobs(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distance", [0.2, 1.0])
 @pytest.mark.parametrize("support", list(SUPPORTS))
 @pytest.mark.parametrize("text", LOSS_TEXTS)
@@ -225,6 +226,7 @@ def test_the_control_variate_of_byte_kl_has_mean_0_over_sample_sets():
     assert float(scores.abs().max()) < 4.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["byte-kl", *LOSS_TEXTS])
 def test_on_a_device_sampled_tokens_give_the_values_and_gradients_of_the_cpu(text):
     if text == "byte-kl":

@@ -151,6 +151,7 @@ def accepts_support(name: str, support: str) -> bool:
     return support != "sample" or make_loss_term(name).accepts_samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", list(ROUNDING))
 @pytest.mark.parametrize("support", list(SUPPORTS))
 @pytest.mark.parametrize("name", list(LOSS_INSTANCES))

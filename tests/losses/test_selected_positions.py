@@ -54,6 +54,7 @@ def rows_of(cells: LossCells, name: str, item: int, case: Case) -> list[int]:
     return list(range(first, first + size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["where=common", "whitespace=mask", "where=common,whitespace=mask"])
 @pytest.mark.parametrize("name", CROSS_TOKENIZER_LOSSES)
 def test_loss_is_the_sum_of_the_selected_items(name, options):

@@ -123,6 +123,7 @@ def slow_shifted_loss(name: str, case: Case, probs_NV: torch.Tensor, divergence:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize(("name", "divergence"), OWN + OTHERS)
 def test_shifted_values_and_gradients_match_dense_distributions(name, kind, divergence):

@@ -40,6 +40,7 @@ def emitted_characters(tokenizer: Tokenizer) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pairs", "projection"])
 @pytest.mark.parametrize(
     ("student", "teacher"), [("metaspace", "pair"), ("pair", "metaspace"), ("mistral-v1", "llama3")]

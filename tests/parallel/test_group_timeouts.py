@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from xtk.parallel.parallel_config import parse_parallel
@@ -26,6 +27,7 @@ def report_timeouts(rank: int, store: str, results: Any) -> None:
     torch.distributed.barrier()
 
 
+@pytest.mark.slow
 def test_time_limit_reaches_the_groups_of_a_mesh(tmp_path: Path):
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

@@ -8,6 +8,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -37,6 +38,7 @@ def reduce_on_the_cpu(rank: int, port: int, results: Any) -> None:
     process_group.barrier()
 
 
+@pytest.mark.slow
 def test_the_group_of_a_gpu_run_reduces_integers_and_offloaded_gradients_on_the_cpu():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Runs on two machines, each with its own launcher: at one address, and in two connected network namespaces."""
+"""Runs on two machines, each with its own torchrun: at one address, and in two connected network namespaces."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def on_machines(arguments: list[object], prefixes: list[list[str]], address: str, **env: str) -> list[str]:
+def on_machines(arguments: list[object], prefixes: list[list[str]], address: str, processes: int = 1) -> list[str]:
     """Start the command on each machine; return what each wrote to stdout."""
-    rendezvous = ["--num-machines", len(prefixes), "--main-process-ip", address, "--main-process-port", free_port()]
-    command = [sys.executable, "-m", "xtk", "distill", *arguments, *rendezvous]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", len(prefixes), "--master-addr", address,
+                "--master-port", free_port(), "--nproc-per-node", processes]  # fmt: skip
+    command = ["-m", "xtk", "distill", *arguments]
     machines = [
         subprocess.Popen(
-            [*prefix, *map(str, [*command, "--machine-rank", rank])],
+            [*prefix, *map(str, [*launcher, "--node-rank", rank, *command])],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for rank, prefix in enumerate(prefixes)
     ]
@@ -97,9 +98,9 @@ def two_namespaces() -> Iterator[list[list[str]]]:
 @pytest.mark.skipif(shutil.which("ip") is None, reason="network namespaces are made with ip")
 def test_two_connected_network_namespaces_train_what_one_process_trains(pair, cache, expected, tmp_path):
     out = tmp_path / "out"
-    arguments = [pair.student, cache, *OPTIONS, "--per-device-train-batch-size", 2, "--num-processes", 2]
+    arguments = [pair.student, cache, *OPTIONS, "--per-device-train-batch-size", 2]
     with two_namespaces() as prefixes:
         outputs = on_machines([*arguments, "--parallel", "cp=2", "-o", out, "--gradient-accumulation-steps", 2],
-                              prefixes, "10.77.0.1")  # fmt: skip
+                              prefixes, "10.77.0.1", processes=2)  # fmt: skip
     assert outputs == [f"{out}\n", ""]
     assert_same(out, expected)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -34,12 +36,15 @@ def test_a_draft_of_another_family_generates_in_llama_cpp(run, tmp_path):
         pytest.skip("without llama.cpp's converter (`nox -s real` has it): XTK_GGUF_CONVERTER names it")
     target = find_smollm2()
     draft = make_draft(run, target, tmp_path, length=LENGTH)
-    run("export", draft, "-o", tmp_path / "release", "--gguf", "f16", "--gguf-converter", converter, timeout=600)
+    run("export", draft, "-o", tmp_path / "release", timeout=600)
+    file = tmp_path / "draft.gguf"
+    command = [sys.executable, converter, tmp_path / "release", "--outfile", file, "--outtype", "f16"]
+    subprocess.run(command, check=True, capture_output=True)
     tokenizer = Tokenizer(tmp_path / "release")
     prompts = [[*tokenizer.start_ids, *one.ids.tolist()] for one in tokenizer.encode(PROMPTS)]
     with run_server(target, tmp_path / "alone.log") as url:
         alone = [complete(url, ids)["tokens"] for ids in prompts]
-    flags = ["--draft", str(tmp_path / "release" / "model.gguf"), "--num-draft-tokens", str(K)]
+    flags = ["--draft", str(file), "--num-draft-tokens", str(K)]
     with run_server(target, tmp_path / "draft.log", *flags) as url:
         answers = [complete(url, ids) for ids in prompts]
     assert [one["tokens"] for one in answers] == alone

@@ -121,7 +121,11 @@ def test_doctor_compares_the_start_tokens_of_pretrained_models(tmp_path):
         for role, name in (("student", SMOLLM2), ("teacher", GEMMA))
     ]
     first, second, level = start_tokens(DoctorInputs(models[0], models[1], RunPlan(), corpus=Corpus([str(data)])))
-    assert min(first.figures["bits_per_byte"].values()) <= first.figures["bits_per_byte"]["no start token"]
+    bits = first.figures["bits_per_byte"]
+    print(bits)
+    assert min(bits, key=bits.__getitem__) == "<|endoftext|>"
+    assert bits["<|endoftext|>"] < 0.99 * bits["no start token"]
+    assert first.hint.startswith("use --start-token '<|endoftext|>' in every command")
     assert second.level == "ok"
     assert np.isfinite(list(second.figures["bits_per_byte"].values())).all()
     assert second.figures["bits_per_byte"]["no start token"] > 1.2 * second.figures["bits_per_byte"]["<bos>"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from projection_inputs import TEXTS, random_embedding
+from projection_inputs import TEXTS
 
 from xtk.projection.methods.cooccurrence import CooccurrenceCounter, CooccurrenceCounts, count_cooccurrences
 from xtk.text.tokenizer import Tokenizer
@@ -30,15 +30,12 @@ def cooccurrence_counts(tokenizer_of):
 
 
 @pytest.fixture(scope="session")
-def method_options(tokenizer_of, cooccurrence_counts):
+def method_options(cooccurrence_counts):
     """Return a function: (method, student, teacher) -> the options that the method requires."""
 
     def options(method: str, student: str, teacher: str) -> dict[str, object]:
         if method == "cooccurrence":
             return {"counts": cooccurrence_counts(student, teacher)}
-        if method == "embedding":
-            return {f"{side}_embedding": random_embedding(tokenizer_of[name], size)
-                    for side, name, size in (("student", student, 12), ("teacher", teacher, 16))}  # fmt: skip
         return {}
 
     return options

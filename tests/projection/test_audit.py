@@ -13,7 +13,6 @@ from tokenizers import Tokenizer as Backend
 from xtk.projection import coverage_audit as module
 from xtk.projection.build import build_projection
 from xtk.projection.coverage_audit import audit_projection, audit_warning
-from xtk.projection.merge_projections import merge_projections
 from xtk.projection.prune import prune_projection
 from xtk.projection.special_tokens import match_special_tokens
 from xtk.projection.token_categories import CATEGORIES, token_categories
@@ -109,26 +108,23 @@ def test_categories_with_many_unmatched_tokens_are_reported_with_a_warning(tiny_
     assert "the default loss compares bytes" in warning
 
 
-def test_audit_of_pruned_and_merged_projections_agrees_with_a_full_audit(tokenizer_of):
+def test_audit_of_pruned_projections_agrees_with_a_full_audit(tokenizer_of):
     pair = tokenizer_of["student"], tokenizer_of["word-piece"]
-    built = build_projection(*pair)
-    pruned = prune_projection(built, top_k=1)
-    merged = merge_projections(built, [(pruned, 0.5)])
-    for projection in (pruned, merged):
-        audit, full_audit = (
-            projection.header["audit"],
-            audit_projection(projection, VocabularyPair(*pair), *match_special_tokens(*pair)),
-        )
-        assert (audit["unmapped_mass"], audit["unreachable_teacher_tokens"]) == (
-            full_audit["unmapped_mass"],
-            full_audit["unreachable_teacher_tokens"],
-        )
-        rows = full_audit["rows"]
-        mapped = rows["exact"] + rows["special"] + rows["composed"]
-        assert audit["rows"] == {"mapped": mapped, "unmapped": rows["unmapped"], "padding": rows["padding"]}
-        for name, figures in audit["categories"].items():
-            assert figures.items() <= full_audit["categories"][name].items()
-        assert audit["poorly_matched_categories"] == full_audit["poorly_matched_categories"]
+    pruned = prune_projection(build_projection(*pair), top_k=1)
+    audit, full_audit = (
+        pruned.header["audit"],
+        audit_projection(pruned, VocabularyPair(*pair), *match_special_tokens(*pair)),
+    )
+    assert (audit["unmapped_mass"], audit["unreachable_teacher_tokens"]) == (
+        full_audit["unmapped_mass"],
+        full_audit["unreachable_teacher_tokens"],
+    )
+    rows = full_audit["rows"]
+    mapped = rows["exact"] + rows["special"] + rows["composed"]
+    assert audit["rows"] == {"mapped": mapped, "unmapped": rows["unmapped"], "padding": rows["padding"]}
+    for name, figures in audit["categories"].items():
+        assert figures.items() <= full_audit["categories"][name].items()
+    assert audit["poorly_matched_categories"] == full_audit["poorly_matched_categories"]
 
 
 def test_pruning_that_removes_nothing_keeps_the_audit(tokenizer_of):
@@ -137,6 +133,7 @@ def test_pruning_that_removes_nothing_keeps_the_audit(tokenizer_of):
         assert prune_projection(built, **limits).header["audit"] == built.header["audit"]
 
 
+@pytest.mark.slow
 def test_real_pair_is_audited_in_half_a_second_with_poorly_matched_digits(real_data):
     tokenizers = [Tokenizer(real_data / "tokenizers" / name) for name in ("qwen", "llama3")]
     projection = build_projection(*tokenizers)

@@ -13,14 +13,16 @@ from projection_inputs import TEXTS
 
 from xtk.errors import XtkError
 from xtk.projection.build import build_projection
-from xtk.projection.methods import cooccurrence as module
+from xtk.projection.corpus_cooccurrence_counts import corpus_fingerprint, count_corpus_cooccurrences
 from xtk.projection.methods.cooccurrence import (
     CooccurrenceCounter,
     CooccurrenceCounts,
     CooccurrenceMethod,
     count_cooccurrences,
 )
+from xtk.text import alignment
 from xtk.text.alignment import align
+from xtk.text.document import Document
 
 FAMILIES = ["student", "teacher", "metaspace", "composing", "word-piece"]
 PAIRS = list(itertools.product(FAMILIES, FAMILIES))
@@ -121,11 +123,27 @@ def test_prefix_of_longer_teacher_tokens_is_mapped_to_them(tokenizer_of, cooccur
 
 @pytest.mark.parametrize(("texts", "characters"), [(1, 10), (3, 1 << 20), (1000, 50)])
 def test_batch_size_does_not_change_the_counts(tokenizer_of, cooccurrence_counts, monkeypatch, texts, characters):
-    monkeypatch.setattr(module, "BATCH_TEXTS", texts)
-    monkeypatch.setattr(module, "BATCH_CHARACTERS", characters)
+    monkeypatch.setattr(alignment, "BATCH_TEXTS", texts)
+    monkeypatch.setattr(alignment, "BATCH_CHARACTERS", characters)
     counter = CooccurrenceCounter(tokenizer_of["student"], tokenizer_of["teacher"])
     assert list(count_cooccurrences(counter, TEXTS))[-1] == len(TEXTS)
     assert as_dict(counter.to_counts(0, "")) == as_dict(cooccurrence_counts("student", "teacher"))
+
+
+def test_counts_of_a_corpus_state_its_documents_and_separate_messages(tokenizer_of, monkeypatch):
+    monkeypatch.setattr(alignment, "BATCH_TEXTS", 3)
+    student, teacher = tokenizer_of["student"], tokenizer_of["metaspace"]
+    messages = ["how many", "12 of them"]
+    conversation = Document.from_messages(
+        [{"role": role, "content": content} for role, content in zip(("user", "assistant"), messages, strict=True)]
+    )
+    corpus = [*map(Document.from_text, TEXTS), conversation]
+    progress: list[int] = []
+    counts = count_corpus_cooccurrences(student, teacher, corpus, progress.append)
+    assert as_dict(counts) == reference_counts(student, teacher, [*TEXTS, "\n\n".join(messages)])
+    assert (counts.num_documents, counts.corpus_fingerprint) == corpus_fingerprint(corpus)
+    assert sum(progress) == len(corpus)
+    assert len(progress) > 1
 
 
 def test_hash_table_grows(tokenizer_of, cooccurrence_counts):

@@ -109,6 +109,7 @@ def test_connected_components_agree_with_label_propagation(edges):
     assert connected_components(left_nodes, right_nodes, 31).tolist() == expected
 
 
+@pytest.mark.slow
 def test_real_pair_has_the_cells_of_the_documentation(real_data):
     student, teacher = (Tokenizer(real_data / "tokenizers" / name) for name in ("llama3", "qwen"))
     projection = build_projection(student, teacher, "partition")

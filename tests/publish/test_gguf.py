@@ -52,7 +52,9 @@ def test_gguf_file_of_llama_cpps_converter_contains_the_student(run, real_data, 
     data = small_inputs.write_jsonl(tmp_path / "data.jsonl", small_inputs.sentences(4))
     run("distill", student, data, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "run")
     out = tmp_path / "out"
-    run("export", tmp_path / "run", "-o", out, "--gguf", "q8_0", "--gguf-converter", converter, timeout=600)
+    run("export", tmp_path / "run", "-o", out, timeout=600)
+    command = [sys.executable, converter, out, "--outfile", out / "model.gguf", "--outtype", "q8_0"]
+    subprocess.run(command, check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(converter.parent / "gguf-py")}
     command = [sys.executable, "-c", READ_GGUF_SCRIPT, str(out)]
     content = json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)

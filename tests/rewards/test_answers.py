@@ -138,6 +138,7 @@ def test_long_answers_are_scored_in_limited_time():
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.slow
 @needs_data
 def test_every_reference_answer_of_gsm8k_scores_one():
     answers = [
@@ -167,6 +168,7 @@ def test_formulas_are_compared_mathematically():
         assert reward(f"so $\\boxed{{{answer}}}$", "", {"answer": reference}) == 0, (answer, reference)
 
 
+@pytest.mark.slow
 def test_formula_comparison_stops_at_its_time_limit():
     pytest.importorskip("math_verify")
     reward = parse_reward("boxed:seconds=2").load_reward()
@@ -179,15 +181,15 @@ def test_formula_comparison_stops_at_its_time_limit():
 
 
 def test_regex_reward_matches_patterns_and_groups():
-    spec = r"regex:match=full,pattern=<think>.{1,9}</think>\s*<answer>(?P<it>\d+)</answer>"
+    spec = r"regex:group=it,pattern=^<think>.{1,9}</think>\s*<answer>(?P<it>\d+)</answer>$"
     completion = "<think>a\nb</think>\n<answer>18</answer>\n"
-    assert parse_reward(spec).options == (("match", "full"), ("pattern", spec.partition("pattern=")[2]))
+    assert parse_reward(spec).options == (("group", "it"), ("pattern", spec.partition("pattern=")[2]))
     assert score(spec, completion, {}) == 1
     assert score(spec, completion + "and more", {}) == 0
-    assert score(spec.replace("match=full,", ""), completion + "and more", {}) == 1
-    assert score(spec + ",group=it,column=gold", completion, {"gold": 18}) == 1
-    assert score(spec + ",group=it,column=gold", completion, {"gold": 19}) == 0
-    assert math.isnan(score(spec + ",group=1,column=gold", completion, {}))
+    assert score(spec.removesuffix("$"), completion + "and more", {}) == 1
+    assert score(spec + ",column=gold", completion, {"gold": 18}) == 1
+    assert score(spec + ",column=gold", completion, {"gold": 19}) == 0
+    assert math.isnan(score(spec.replace("group=it", "group=1") + ",column=gold", completion, {}))
 
 
 def test_json_reward_parses_and_validates_schemas(tmp_path):
@@ -275,8 +277,6 @@ def test_user_functions_are_scored_and_rewards_are_summed(tmp_path):
     ("text", "message"),
     [
         ("gsm8", "did you mean gsm8k"),
-        ("exact", "the reward exact is now called gsm8k\n  try:   --reward gsm8k"),
-        ("exact:column=gold", "--reward gsm8k:column=gold"),
         ("gsm8k:colum=answer", "did you mean column"),
         ("gsm8k:weight=-1", "weight of the reward"),
         ("gsm8k:last_number_fallback=maybe", "last_number_fallback of the reward gsm8k"),
@@ -292,19 +292,6 @@ def test_user_functions_are_scored_and_rewards_are_summed(tmp_path):
 def test_invalid_reward_specs_are_refused(text, message):
     with pytest.raises(XtkError, match=message):
         parse_reward(text).load_reward()
-
-
-def test_function_with_other_parameters_is_refused_at_load(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(
-        "def one(a): return 1\ndef more(a, b, c, d=1, *, e=2): return 1\nmost = max\ndef two(a, *, b): return 1\n"
-    )
-    for name, parameters in (("one", r"\(a\)"), ("two", r"\(a, \*, b\)")):
-        with pytest.raises(XtkError, match=f"takes {parameters}, but is called with three arguments") as raised:
-            parse_reward(f"{file}:{name}").load_reward()
-        assert raised.value.hint == "declare it as def NAME(completion, prompt, row)"
-    for name in ("more", "most"):
-        parse_reward(f"{file}:{name}").load_reward()
 
 
 @pytest.mark.parametrize("name", REWARDS)

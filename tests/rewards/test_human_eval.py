@@ -23,6 +23,7 @@ def _require_sandbox():
         pytest.skip(f"no sandbox here: {error.where}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("XTK_DATA" not in os.environ, reason="XTK_DATA names no folder with real data")
 def test_canonical_solutions_of_human_eval_pass_and_broken_ones_fail():
     path = Path(os.environ["XTK_DATA"], "corpora", "HumanEval.jsonl.gz")
@@ -48,7 +49,7 @@ MBPP = {
 
 
 def test_code_is_extracted_from_completions_of_every_form():
-    full_reward, partial_reward = parse_reward("tests").load_reward(), parse_reward("tests:partial=true").load_reward()
+    reward = parse_reward("tests").load_reward()
     function = "def add(a, b):\n    return a + b\n"
     for completion in (
         "    return a + b\n",
@@ -56,7 +57,7 @@ def test_code_is_extracted_from_completions_of_every_form():
         f"Here it is:\n```python\n{function}```\nIt adds.",
         "```\n" + function,
     ):
-        assert full_reward(completion, ADD["prompt"], ADD) == 1, completion
+        assert reward(completion, ADD["prompt"], ADD) == 1, completion
     draft_block, shell_block = "```python\ndef add(a, b):\n    return a - b\n```\n", "```bash\npip install numpy\n```\n"
     code_with_fence_in_docstring = (
         'def add(a, b):\n    """Add:\n    ```\n    add(1, 2)\n    ```\n    """\n    return a + b\n'
@@ -75,16 +76,14 @@ def test_code_is_extracted_from_completions_of_every_form():
         f"```python\n{function}```\nIt adds.".replace("\n", "\r\n"),
         f"```python\n{function.rstrip()}```\nIt adds.",
     ):
-        assert full_reward(completion, ADD["prompt"], ADD) == 1, completion
+        assert reward(completion, ADD["prompt"], ADD) == 1, completion
     for completion in ("    return a - b\n", "I cannot.", "", "```python\n```", "    return a + b +\n"):
-        assert full_reward(completion, ADD["prompt"], ADD) == 0, completion
-        assert partial_reward(completion, ADD["prompt"], ADD) == 0, completion
-    assert partial_reward("    return a + b if a < 3 else 0\n", ADD["prompt"], ADD) == 0.75
-    assert full_reward(function, "", MBPP) == partial_reward(function, "", MBPP) == 1
-    assert partial_reward("def add(a, b): return 3 if b == 2 else 2", "", MBPP) == pytest.approx(2 / 3)
-    assert full_reward("def add(a, b): return 3 if b == 2 else 2", "", MBPP) == 0
-    assert math.isnan(full_reward(function, "", {"text": "no tests"}))
-    assert math.isnan(full_reward(function, "", {"test_list": ["assert add(1,"]}))
+        assert reward(completion, ADD["prompt"], ADD) == 0, completion
+    assert reward("    return a + b if a < 3 else 0\n", ADD["prompt"], ADD) == 0
+    assert reward(function, "", MBPP) == 1
+    assert reward("def add(a, b): return 3 if b == 2 else 2", "", MBPP) == 0
+    assert math.isnan(reward(function, "", {"text": "no tests"}))
+    assert math.isnan(reward(function, "", {"test_list": ["assert add(1,"]}))
 
 
 def test_whitespace_answers_are_parsed_in_linear_time():
@@ -158,60 +157,49 @@ ENDS = {"is wrong": "return -1", "raises": "raise ValueError", "exits": "import 
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("form", LOOPS)
-def test_partial_reward_of_code_that_raises_or_exits_is_that_of_wrong_answers(form, end):
-    reward = parse_reward("tests:partial=true").load_reward()
+def test_code_that_fails_a_later_test_of_a_loop_is_not_rewarded(form, end):
+    reward = parse_reward("tests").load_reward()
     code = f"def f(x):\n    if x < 10: return x * x\n    {ENDS[end]}\n"
     assert reward("def f(x): return x * x", "", {"test": LOOPS[form]}) == 1
-    assert reward(code, "", {"test": LOOPS[form]}) == 0.1
+    assert reward(code, "", {"test": LOOPS[form]}) == 0
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_partial_reward_of_a_check_with_a_loop_counts_the_remaining_asserts(end):
-    reward = parse_reward("tests:partial=true").load_reward()
+def test_code_that_fails_in_a_loop_of_check_is_not_rewarded(end):
+    reward = parse_reward("tests").load_reward()
     check = "def check(candidate):\n    for n in range(100):\n        assertion(candidate(n), n * n, 0)\n"
     row = {"prompt": "def f(x):\n", "entry_point": "f", "test": CLOSE_ASSERTION + check}
-    assert reward(f"    if x < 10: return x * x\n    {ENDS[end]}\n", row["prompt"], row) == 0.1
+    assert reward("    return x * x\n", row["prompt"], row) == 1
+    assert reward(f"    if x < 10: return x * x\n    {ENDS[end]}\n", row["prompt"], row) == 0
 
 
-def test_partial_reward_counts_floats_within_the_tolerance_of_evalplus():
-    reward = parse_reward("tests:partial=true").load_reward()
+def test_floats_within_the_tolerance_of_evalplus_are_rewarded():
+    reward = parse_reward("tests").load_reward()
     row = {"test": CLOSE_ASSERTION + "for n in range(4):\n    assertion(half(n), n / 2, 0)\n"}
     assert reward("def half(x): return x / 2 + 1e-8", "", row) == 1
-    assert reward("def half(x): return x / 2 + (1e-8 if x < 3 else 1)", "", row) == 0.75
-
-
-def test_partial_reward_of_loops_that_cannot_continue_is_zero():
-    """The number of asserts that a `while` loop or a function still has is unknown."""
-    reward = parse_reward("tests:partial=true").load_reward()
-    code = "def f(x):\n    if x < 10: return x * x\n    raise ValueError\n"
-    body = "{0}n = 0\n{0}while n < 100:\n{0}    got = f(n)\n{0}    assert got == n * n\n{0}    n += 1\n"
-    for tests in (body.format(""), "def run():\n" + body.format("    ") + "run()\n"):
-        assert reward("def f(x): return x * x", "", {"test": tests}) == 1
-        assert reward(code, "", {"test": tests}) == 0
+    assert reward("def half(x): return x / 2 + (1e-8 if x < 3 else 1)", "", row) == 0
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_values_from_before_a_failed_call_do_not_pass_partial_tests(end):
-    reward = parse_reward("tests:partial=true").load_reward()
+def test_values_from_before_a_failed_call_do_not_pass_tests(end):
+    reward = parse_reward("tests").load_reward()
     tests = "got = [1, 2]\ngot = f(got)\nassert got == [1, 2]\nassert not got[2:]\n"
-    score = reward(f"def f(x):\n    {ENDS[end]}\n", "", {"test": tests})
-    assert score == 0
+    assert reward(f"def f(x):\n    {ENDS[end]}\n", "", {"test": tests}) == 0
 
 
-def test_tests_that_expect_an_exception_pass_with_partial_reward():
-    reward = parse_reward("tests:partial=true").load_reward()
+def test_tests_that_expect_an_exception_pass():
+    reward = parse_reward("tests").load_reward()
     tests = "for n in range(4):\n    try:\n        f(n)\n        good = n % 2 == 0\n    except ValueError:\n"
     tests += "        good = n % 2 == 1\n    assert good\n"
     code = "def f(x):\n    if x % 2 == 1: raise ValueError\n"
     assert reward(code, "", {"test": tests}) == 1
-    assert reward("def f(x): pass", "", {"test": tests}) == 0.5
+    assert reward("def f(x): pass", "", {"test": tests}) == 0
 
 
 def test_tests_that_call_only_builtins_are_not_scored():
-    for spec in ("tests", "tests:partial=true"):
-        reward = parse_reward(spec).load_reward()
-        assert math.isnan(reward("def sum(a, b): return a + b", "", {"test_list": ["assert sum(10, 15) == 25"]}))
-        assert reward("def add(a, b): return a - b", "", MBPP) == 0
+    reward = parse_reward("tests").load_reward()
+    assert math.isnan(reward("def sum(a, b): return a + b", "", {"test_list": ["assert sum(10, 15) == 25"]}))
+    assert reward("def add(a, b): return a - b", "", MBPP) == 0
 
 
 def test_text_after_code_with_unusual_line_separators_is_ignored():

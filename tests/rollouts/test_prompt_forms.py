@@ -48,7 +48,7 @@ def test_invalid_prompt_templates_are_refused(corpus):
                               ("{{problem.__class__.__mro__}}", "unsafe")]:  # fmt: skip
         with pytest.raises(XtkError, match=message):
             read_prompts(corpus(), None, PromptFormat(template))
-    with pytest.raises(XtkError, match="prompt template file does not exist"):
+    with pytest.raises(XtkError, match="prompt template file cannot be read"):
         read_prompt_template("no.jinja")
 
 

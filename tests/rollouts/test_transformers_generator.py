@@ -199,24 +199,19 @@ def test_model_in_train_mode_is_restored_and_generates_as_in_eval_mode(model, to
     training_model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
 
 
-def test_updated_weights_are_used_and_invalid_ones_are_refused(model, tokenizer, pair, tmp_path):
+def test_updated_weights_are_used(model, tokenizer, pair, tmp_path):
     requests, sampling = generation_requests(tokenizer, 3), SamplingConfig(max_completion_length=8)
     old, new = load_causal_lm(ModelRef(pair.student)), copy.deepcopy(model)
     expected = TransformersGenerator(new, tokenizer).generate(requests, sampling)
     new.save_pretrained(tmp_path)
-    for weights in (tmp_path, new.state_dict().items()):
-        generator = TransformersGenerator(copy.deepcopy(old), tokenizer)
-        assert [one.ids.tolist() for one in generator.generate(requests, sampling)] != [
-            one.ids.tolist() for one in expected
-        ]
-        generator.update_weights(weights)
-        assert [one.ids.tolist() for one in generator.generate(requests, sampling)] == [
-            one.ids.tolist() for one in expected
-        ]
-    with pytest.raises(XtkError, match="but the model has no such weight"):
-        generator.update_weights([("head", torch.zeros(2))])
-    with pytest.raises(XtkError, match=r"but the model has shape \[656, 32\] there"):
-        generator.update_weights([("lm_head.weight", torch.zeros(1))])
+    generator = TransformersGenerator(old, tokenizer)
+    assert [one.ids.tolist() for one in generator.generate(requests, sampling)] != [
+        one.ids.tolist() for one in expected
+    ]
+    generator.update_weights(tmp_path)
+    assert [one.ids.tolist() for one in generator.generate(requests, sampling)] == [
+        one.ids.tolist() for one in expected
+    ]
 
 
 def test_context_length_limits_completions_and_prompts(model, tokenizer):

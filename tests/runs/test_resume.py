@@ -84,6 +84,7 @@ def test_a_finished_run_prints_its_path_and_trains_nothing(arguments, uninterrup
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_another_recipe_at_the_same_path_is_refused_unless_forced(arguments, uninterrupted, tmp_path):
     output = tmp_path / "out"
     shutil.copytree(uninterrupted, output)
@@ -156,6 +157,7 @@ def test_the_newest_checkpoints_are_kept_and_complete(uninterrupted):
     assert len({path.stat().st_mode for path in uninterrupted.rglob("*") if path.is_file()}) == 1
 
 
+@pytest.mark.slow
 def test_bf16_training_learns_with_fp32_weights(pair, cache, projection, uninterrupted, tmp_path):
     output = tmp_path / "out"
     run_xtk(

@@ -167,6 +167,7 @@ def build_cache(pair, texts: Path, folder: Path, backend: str) -> dict:
     return cache_teacher(request, Corpus([str(texts)]), folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spoil", "message"), INVALID.values(), ids=INVALID)
 def test_invalid_log_probabilities_are_refused_and_finished_shards_stay(
     pair, texts, tmp_path, monkeypatch, spoil, message
@@ -196,6 +197,7 @@ def test_backend_that_returns_too_few_documents_is_refused(pair, texts, tmp_path
     assert not list((tmp_path / "c").glob("shard-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["top-k", "top-p", "sample", "top-k+sample", "none"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_log_probabilities_of_a_real_teacher_are_accepted(pair, texts, tmp_path, kind, dtype):

@@ -16,6 +16,7 @@ from xtk.teachers.cache_building import CachePartition, cache_teacher
 LINE = re.compile(r"cache-teacher: ([\d,]+)/([\d,]+) tokens  .+ (?:so far|left)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_progress_moves_with_every_batch(pair, corpus, tmp_path, monkeypatch, capsys, num_processes):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)

@@ -37,6 +37,7 @@ def file_hashes(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_cache_from_a_server_equals_one_from_transformers(pair, corpus, tmp_path):
     texts = Corpus([str(corpus)], {})
     with run_server(serve_as_vllm, str(pair.teacher), ["teacher"], {}) as server:
@@ -83,6 +84,7 @@ def test_cache_stopped_by_a_failing_server_continues_with_another_server(pair, c
     assert file_hashes(tmp_path / "ended") == file_hashes(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_finished_cache_is_reused_without_its_server(pair, corpus, tmp_path):
     texts = Corpus([str(corpus)], {})
     with run_server(serve_as_vllm, str(pair.teacher), ["teacher"], {}) as server:
@@ -91,6 +93,7 @@ def test_finished_cache_is_reused_without_its_server(pair, corpus, tmp_path):
     assert cache_teacher(request, texts, tmp_path / "cache") == totals
 
 
+@pytest.mark.slow
 def test_cache_of_another_server_model_is_refused(pair, corpus, tmp_path):
     texts = Corpus([str(corpus)], {})
     names = ["one=/one", "two=/two"]

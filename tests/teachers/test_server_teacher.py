@@ -88,6 +88,7 @@ def assert_same(found: list[StoredLogprobs], expected: list[StoredLogprobs]) -> 
             np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "support",
     [TOP_8, Support("top-k", top_k=1), Support("top-p", top_k=20, top_p=0.3), Support("none")],
@@ -102,6 +103,7 @@ def test_server_returns_the_log_probabilities_of_the_model(pair, server, documen
         assert_logprobs_match(scores, document, expected, support, tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("support", [TOP_8, Support("top-p", top_k=20, top_p=0.3), Support("none")])
 @pytest.mark.parametrize("starts", [[], [0]])
 def test_sglang_server_returns_the_log_probabilities_of_the_model(pair, documents, support, starts):
@@ -117,6 +119,7 @@ def test_sglang_server_returns_the_log_probabilities_of_the_model(pair, document
             assert_logprobs_match(scores, document, expected, support, tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_mixed_vllm_and_sglang_servers_are_refused(pair, server):
     with (
         run_server(serve_as_sglang, str(pair.teacher), {}) as running,
@@ -171,6 +174,7 @@ def test_invalid_sglang_responses_are_refused(pair, documents, change, message):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["500", "503", "429", "408", "cut", "close", "html", *CORRUPTIONS])
 def test_occasional_failures_do_not_change_the_result(pair, proxy, documents, expected_scores, kind):
     teacher = ServerTeacher(teacher_config(pair.teacher, [proxy.url]))
@@ -203,6 +207,7 @@ def test_permanent_failure_is_reported_with_server_and_document(pair, proxy, doc
     assert "that begins '" in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["500", "hang", "close", "nan"])
 def test_second_server_takes_over_from_a_failing_one(pair, proxy, second_server, documents, expected_scores, kind):
     retry_policy = RetryPolicy(

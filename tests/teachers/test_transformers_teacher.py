@@ -216,6 +216,7 @@ def test_samples_are_equal_for_one_seed_and_differ_for_another(pair):
     assert sampled_ids(0) != sampled_ids(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [3, BLOCK_SIZE, 5 * BLOCK_SIZE + 3])
 @pytest.mark.parametrize("num_samples", [1, 12])
 def test_systematic_sample_frequencies_match_the_distribution(width, num_samples):

@@ -260,6 +260,7 @@ LONG_TEXTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LONG_TEXTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_100k_characters_without_spaces_are_aligned_within_seconds(tokenizer_of, name, kind):
@@ -326,6 +327,7 @@ def count_wrong_spans(tokenizers: dict[str, Tokenizer], texts: list[str]) -> tup
     return wrong, count
 
 
+@pytest.mark.slow
 def test_real_tokenizers_have_equal_bytes_in_every_span(real_tokenizers, real_data):
     wrong, count = count_wrong_spans(real_tokenizers, [*real_texts(real_data, 150, 60), *generated_texts()])
     assert count > 200_000

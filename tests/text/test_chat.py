@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import time
 
@@ -16,7 +15,7 @@ from hypothesis_texts import FRAGMENTS, SPECIAL_SPELLINGS, quick
 
 from xtk.errors import XtkError
 from xtk.text.alignment import align_sequences
-from xtk.text.chat.jinja_template import PROMPT_TEMPLATE, SandboxedTemplate
+from xtk.text.chat.jinja_template import CHAT_TEMPLATE, PROMPT_TEMPLATE, SandboxedTemplate
 from xtk.text.chat.template import ChatTemplate, RenderedConversation
 from xtk.text.document import Conversation, Document
 from xtk.text.token_sequence import TokenSequence, count_lost_bytes, tokenize_documents
@@ -645,20 +644,9 @@ def test_invalid_message_is_refused(message):
         Document.from_messages([message])
 
 
-def test_random_choices_of_a_template_are_the_same_for_all_conversations_and_are_noted(families, tmp_path, capsys):
-    template = (
-        "{{ range(10000) | random }} {{ lipsum(n=1) }}{% for message in messages %}{{ message.content }}|{% endfor %}"
-    )
-    tokenizer = with_template(families, tmp_path, "teacher", template)
-    one, other = (Document.from_messages([{"role": "user", "content": text}]).conversation for text in ("one", "other"))
-    first = [tokenizer.chat_template.render_with_positions(one).text for _ in range(2)]
-    random.seed(7)  # as in another process
-    state = random.getstate()
-    again = tokenizer.chat_template.render_with_positions(other)
-    assert random.getstate() == state
-    assert first == [again.text.replace("other|", "one|")] * 2
-    assert written_contents(again) == ["other"]
-    assert Tokenizer(tokenizer.folder).chat_template
-    assert capsys.readouterr().err.count("makes random choices") == 1
-    prompts = SandboxedTemplate("{{ range(10000) | random }}", PROMPT_TEMPLATE, "here")
-    assert len({prompts.render({"number": number}) for number in range(8)}) > 1  # rows may differ
+@pytest.mark.parametrize("kind", [CHAT_TEMPLATE, PROMPT_TEMPLATE])
+def test_templates_that_make_random_choices_are_refused(kind):
+    with pytest.raises(XtkError, match=f"the {kind} template is invalid: No filter named 'random'"):
+        SandboxedTemplate("{{ range(10000) | random }}", kind, "here")
+    with pytest.raises(XtkError, match="'lipsum' is undefined"):
+        SandboxedTemplate("{{ lipsum(n=1) }}", kind, "here").render({})

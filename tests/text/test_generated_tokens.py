@@ -182,6 +182,7 @@ def assert_exactly_the_generated_tokens_have_a_loss(family: Family, messages: li
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", FAMILIES)
@@ -211,6 +212,7 @@ def test_any_texts_have_a_loss_on_exactly_the_generated_tokens(
     assert_exactly_the_generated_tokens_have_a_loss(families(name, "merging"), messages)
 
 
+@pytest.mark.slow
 def test_qwen_trains_the_tokens_that_close_a_call_and_textual_reasoning(real_data, tmp_path):
     folder = write_family("qwen2_5", tmp_path)
     shutil.copy(real_data / "tokenizers" / "qwen" / "tokenizer.json", folder)
@@ -234,6 +236,7 @@ def token_bytes(family: Family, sequence, start: int, stop: int) -> bytes:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("student_form", FORMS[1:])
 @pytest.mark.parametrize(
     ("student_name", "teacher_name"),

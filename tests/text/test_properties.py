@@ -155,6 +155,7 @@ def check_texts(tested_families: dict[str, Family], name: str, num_texts: int, b
     print(f"{name}: {count:,} cases")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_properties_hold_for_any_text(tested_families, name):
     check_texts(tested_families, name, *DEFAULT_SIZE)

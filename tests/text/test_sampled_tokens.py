@@ -68,6 +68,7 @@ def check_spans(
         assert text[:stop].endswith(span_bytes.strip())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STUDENT_FAMILIES)
 @given(data=st.data())
 @quick

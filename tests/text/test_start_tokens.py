@@ -79,6 +79,7 @@ def test_ids_of_a_text_equal_those_of_transformers_for_a_class_that_ignores_the_
         assert own_ids(folder)[0] != Tokenizer(folder).end_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MAKERS))
 def test_ids_of_a_text_equal_those_of_transformers_for_every_family_and_flag(name, families, tmp_path):
     starts = set()
@@ -97,6 +98,7 @@ def test_ids_of_a_text_equal_those_of_transformers_for_chat_families(name, tmp_p
     assert text_ids(folder) == own_ids(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL, reason="real tokenizers: set XTK_DATA")
 @pytest.mark.parametrize("folder", REAL, ids=lambda folder: folder.name)
 def test_ids_of_a_text_equal_those_of_transformers_for_real_tokenizers(folder):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_texts import FAMILIES, TEXTS, quick
 
+from xtk.text import alignment
 from xtk.text import alignment_statistics as module
 from xtk.text.alignment_statistics import SPAN_KINDS, AlignedDocument, AlignmentStatistics, align_documents
 from xtk.text.document import Document
@@ -40,7 +41,7 @@ def tokenizer_of(families):
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(alignment, "BATCH_TEXTS", 3)
 
 
 def count_statistics(student: Tokenizer, teacher: Tokenizer, texts: list[str]) -> tuple[dict, list[AlignedDocument]]:
@@ -90,6 +91,7 @@ def counts_by_kind(record: dict) -> dict[str, list[int]]:
     return {kind: [found[name] for name in names] for kind, found in record["span_kinds"].items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("student_name", "teacher_name"), PAIRS)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=8))
 @settings(quick, max_examples=15)
@@ -113,6 +115,7 @@ def test_counts_agree_with_the_reference_implementation(tokenizer_of, student_na
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("student_name", "teacher_name"), UNORDERED_PAIRS)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=8))
 @settings(quick, max_examples=15)
@@ -127,6 +130,7 @@ def test_span_kinds_and_unaligned_bytes_sum_to_the_total(tokenizer_of, student_n
         assert shares == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("student_name", "teacher_name"), UNORDERED_PAIRS)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=8))
 @settings(quick, max_examples=15)
@@ -165,6 +169,7 @@ def test_text_that_one_tokenizer_drops_is_unaligned(tokenizer_of):
     assert worst["normalized_by"] == ["teacher"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("student_name", "teacher_name"), UNORDERED_PAIRS)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=20))
 @settings(quick, max_examples=15, suppress_health_check=[])
@@ -172,7 +177,7 @@ def test_worst_documents_and_longest_spans_are_those_of_the_whole_corpus(
     tokenizer_of, student_name, teacher_name, texts
 ):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BATCH_DOCUMENTS", 3)
+        patch.setattr(alignment, "BATCH_TEXTS", 3)
         record, documents = count_statistics(tokenizer_of[student_name], tokenizer_of[teacher_name], texts)
     shares = [(-reference_byte_fraction(document), document.index) for document in documents]
     worst = [index for share, index in sorted(shares) if share < 0][: module.NUM_LISTED]
@@ -193,8 +198,8 @@ def test_batch_sizes_do_not_change_the_statistics(tokenizer_of, monkeypatch):
     texts = [*small_inputs.sentences(20), "", *small_inputs.ODD_TEXTS, "x" * 300]
     pair = tokenizer_of["student"], tokenizer_of["metaspace"]
     in_one_batch, _ = count_statistics(*pair, texts)
-    for name, value in (("BATCH_DOCUMENTS", 1), ("BATCH_DOCUMENTS", 7), ("BATCH_CHARACTERS", 100)):
-        monkeypatch.setattr(module, name, value)
+    for name, value in (("BATCH_TEXTS", 1), ("BATCH_TEXTS", 7), ("BATCH_CHARACTERS", 100)):
+        monkeypatch.setattr(alignment, name, value)
         in_batches, documents = count_statistics(*pair, texts)
         assert [document.index for document in documents] == list(range(len(texts)))
         for key in set(in_one_batch) - {"seconds", "nanoseconds_per_token"}:

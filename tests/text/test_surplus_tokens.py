@@ -36,6 +36,7 @@ def model(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_commands_accept_the_model_and_encode_the_surplus_token_as_text(run, pair, model, tmp_path):
     tokenizer = Tokenizer(model)
     rows = json.loads((model / "config.json").read_text())["vocab_size"]
@@ -75,9 +76,9 @@ def test_missing_rows_of_ordinary_tokens_are_refused(run, model, tmp_path):
     assert "rows" in run("cache-teacher", model, data, "-o", tmp_path / "cache", code=1).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("usage", ["as eos", "in the template", "as an end of turn"])
 def test_surplus_token_that_is_used_needs_an_embedding_row(run, pair, model, tmp_path, usage):
-    """A student without the row is refused, and --resize-vocabulary adds the row."""
     name = "<|im_end|>" if usage == "as an end of turn" else SURPLUS_TOKEN
     content = (model / "tokenizer.json").read_text().replace(SURPLUS_TOKEN, name)
     (model / "tokenizer.json").write_text(content)
@@ -89,8 +90,11 @@ def test_surplus_token_that_is_used_needs_an_embedding_row(run, pair, model, tmp
     data = small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has 12."] * 4)
     run("cache-teacher", pair.teacher, data, "-o", tmp_path / "cache")
     refused = run("distill", model, tmp_path / "cache", "--max-steps", 1, "-o", tmp_path / "out", code=1)
-    assert "--resize-vocabulary" in refused.stderr
-    run("distill", model, tmp_path / "cache", "--max-steps", 1, "--resize-vocabulary", "-o", tmp_path / "out")
+    assert "resize_token_embeddings" in refused.stderr
+    resized = transformers.AutoModelForCausalLM.from_pretrained(model)
+    resized.resize_token_embeddings(len(transformers.AutoTokenizer.from_pretrained(model)))
+    resized.save_pretrained(model)
+    run("distill", model, tmp_path / "cache", "--max-steps", 1, "-o", tmp_path / "out")
     assert name in Tokenizer(tmp_path / "out").vocabulary.special_tokens
 
 

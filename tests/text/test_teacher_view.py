@@ -87,6 +87,7 @@ def assert_valid_sequence(document: Document, sequence: TokenSequence) -> None:
 # Teacher prompts: texts.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSLESS)
 @given(prompt=SHORT_TEXTS, teacher_prompt=SHORT_TEXTS, completion=SHORT_TEXTS)
 @quick
@@ -123,6 +124,7 @@ def test_teacher_view_contains_the_teacher_prompt_and_the_completion(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*LOSSLESS, "composing", "t5", "word-piece"])
 @given(prompt=TEXTS, completion=TEXTS)
 @quick
@@ -320,6 +322,7 @@ def test_untrained_answer_is_context_without_loss(chat_tokenizers):
 # Documents given as input_ids.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSLESS)
 @given(prompt=TEXTS, completion=TEXTS.filter(bool), is_text=st.booleans())
 @quick
@@ -586,6 +589,7 @@ def test_invalid_ids_are_refused(ids):
 # Real tokenizers.
 
 
+@pytest.mark.slow
 def test_real_rollouts_keep_their_sampled_tokens(real_data):
     qwen, llama = (Tokenizer(real_data / "tokenizers" / name) for name in ("qwen", "llama3"))
     chat = [
@@ -608,6 +612,7 @@ def test_real_rollouts_keep_their_sampled_tokens(real_data):
     assert_valid_sequence(document, sequence)
 
 
+@pytest.mark.slow
 def test_real_teacher_view_contains_a_solution_that_the_student_does_not_see(real_data):
     qwen, llama = (Tokenizer(real_data / "tokenizers" / name) for name in ("qwen", "llama3"))
     plain = Document.from_completion("Question: 12 + 1222?\nAnswer:", " It is 1234.")

@@ -230,6 +230,7 @@ def test_invalid_tokenizer_file_is_refused_with_its_folder(sentencepiece_folders
     assert str(tmp_path) in raised.value.where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "file"),
     [

@@ -160,6 +160,7 @@ def test_template_space_token_is_not_trained_with_a_byte_level_tokenizer(familie
     assert trained_bytes(Tokenizer(folder), document) == [b"2", b"0", b"1", b""]
 
 
+@pytest.mark.slow
 def test_ce_and_forward_kl_are_averages_over_the_same_tokens(run, models, tokenizer, tmp_path):
     rows = [{"text": text} for text in TEXTS[:-1]]
     rows += [{"prompt": "12", "completion": "7 ("}, {"prompt": "", "completion": "7 ("}]

@@ -101,6 +101,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[pytest.mark.long] * (name in SLOW_CASES)) for name in CASES]
@@ -131,6 +132,7 @@ class OneOfTwoProcesses:
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "reads"), [({}, 2), ({"scale_kd_to": "ce"}, 3)], ids=["default", "scaled"])
 def test_step_of_several_processes_also_reads_their_summed_counts(pair, cache, projection, monkeypatch, options, reads):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda values, group: values.mul_(2))

@@ -85,6 +85,7 @@ def eval_metrics_by_step(folder: Path) -> dict[int, dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_eval_tasks_do_not_change_the_trained_weights(train, folder, evaluated_run):
     train("plain")
     assert (folder / "plain" / "model.safetensors").read_bytes() == (evaluated_run / "model.safetensors").read_bytes()
@@ -94,6 +95,7 @@ def test_eval_tasks_do_not_change_the_trained_weights(train, folder, evaluated_r
     assert len(losses[0]) == 4
 
 
+@pytest.mark.slow
 def test_scheduled_task_metrics_equal_those_of_xtk_evaluate(run, folder, evaluated_run):
     found = eval_metrics_by_step(evaluated_run)
     assert sorted(found) == [0, 2, 4]
@@ -185,9 +187,10 @@ def test_invalid_eval_tasks_are_refused_before_training(train, folder, monkeypat
         with pytest.raises(XtkError) as raised:
             parse_eval_tasks([text])
         assert message in f"{raised.value} {raised.value.hint}", text
-    problems = "problems.jsonl:reward=regex:pattern=[0-9],[0-9],match=full,prompt=question"
-    with pytest.raises(XtkError, match="a value of --eval-tasks is empty"):
-        parse_eval_tasks([""])
+    problems = "problems.jsonl:reward=regex:pattern=^[0-9],[0-9]$,prompt=question"
+    for empty in ("", " , ", ",:num_fewshot=1"):
+        with pytest.raises(XtkError, match="a value of --eval-tasks is empty"):
+            parse_eval_tasks([empty])
     with pytest.raises(XtkError, match="two --eval-tasks have the name problems"):
         parse_eval_tasks([problems, problems])
     assert [one.names for one in parse_eval_tasks([problems, problems + ",name=again"])] == [("problems",), ("again",)]

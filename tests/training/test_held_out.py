@@ -82,6 +82,7 @@ def top1_pairs(pair, texts: list[str]):
                 yield int(student_top1[start - 1]), int(teacher_top1[teacher_start - 1])
 
 
+@pytest.mark.slow
 def test_top1_agreement_through_a_projection_equals_that_of_full_logits(pair, caches, projection):
     weights = read_projection(projection)
     dense = np.zeros((weights.student_width, weights.teacher_width))
@@ -95,6 +96,7 @@ def test_top1_agreement_through_a_projection_equals_that_of_full_logits(pair, ca
     assert found["eval_top1_agreement"] == pytest.approx(np.mean(agreed), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_top1_agreement_without_a_projection_compares_bytes(pair, caches):
     padding = [b""] * 100  # rows of the output heads above the vocabulary
     bytes_by_id = [[*Tokenizer(folder).vocabulary.bytes_by_id, *padding] for folder in (pair.student, pair.teacher)]
@@ -124,6 +126,7 @@ def test_a_student_agrees_with_itself_and_its_kl_to_itself_is_zero(pair, caches)
     assert found["eval_distillation_loss"] == found["eval_loss"] == found["eval_forward-kl"]
 
 
+@pytest.mark.slow
 def test_eval_ce_includes_whitespace_that_the_training_loss_masks(run, pair, tmp_path):
     small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has\n\n  two\n apples.", "\n\n  One\n\n"])
     run("cache-teacher", pair.teacher, "data.jsonl", "--top-k", 4, "-o", "cache", cwd=tmp_path)
@@ -250,6 +253,7 @@ def test_a_tracker_logs_each_step_once_in_one_run(evaluated):
     assert bits == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_evaluation_on_plain_data_reports_bits_per_byte_and_ce(run, arguments, caches, tmp_path):
     run(*arguments, "--max-steps", 1, "--eval-data", caches / "data.jsonl", "-o", tmp_path / "out")
     (record,) = read_metrics(tmp_path / "out" / "metrics.jsonl")
@@ -284,8 +288,8 @@ def test_errors_in_a_data_loader_worker_are_reported_like_those_of_the_run(run, 
 
 @pytest.mark.long
 def test_workers_end_with_the_run_and_a_killed_worker_ends_the_run(arguments, tmp_path):
-    """The run of a killed worker reports it; the workers of a killed run exit."""
-    for victim, expected in (("worker", 1), ("run", -signal.SIGKILL)):
+    """The run of a killed worker reports it; the workers of a killed run exit; a signal to all is one to the run."""
+    for victim, expected in (("worker", 1), ("run", -signal.SIGKILL), ("all", os.EX_TEMPFAIL)):
         output = tmp_path / victim
         command = [*arguments, "--max-steps", 100_000, "--dataloader-num-workers", 1, "--save-steps", 0, "-o", output]
         process = subprocess.Popen(
@@ -296,7 +300,12 @@ def test_workers_end_with_the_run_and_a_killed_worker_ends_the_run(arguments, tm
             time.sleep(0.05)
         workers = [child for child in children_of(process.pid) if "spawn_main" in command_line_of(child)]
         assert len(workers) == 1
-        os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
+        if victim == "all":  # as Slurm with --signal=USR1@120
+            os.kill(workers[0], signal.SIGUSR1)
+            time.sleep(1)
+            os.kill(process.pid, signal.SIGUSR1)
+        else:
+            os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == expected, stderr
         assert "Traceback" not in stderr

@@ -38,10 +38,9 @@ from xtk.training.on_policy_config import (
     OnPolicyConfig,
     PromptSampler,
     count_repeated_ngrams,
-    parse_stop_condition,
     reward_weights,
 )
-from xtk.training.student_generator import check_engine_can_load
+from xtk.training.student_generator import StudentGenerator, check_engine_can_load
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 HEADERS = (
@@ -130,21 +129,6 @@ def test_repeated_ngrams_are_counted():
     assert count_repeated_ngrams([1, 2, 3, 4, 5]) == (0, 2)
     assert count_repeated_ngrams([7] * 6) == (2, 3)
     assert count_repeated_ngrams([1, 2]) == (0, 0)
-
-
-@pytest.mark.parametrize("text", ["entropy", "entropy=1", "entropi<1", "entropy<x", "entropy<1e"])
-def test_invalid_stop_conditions_are_refused(text):
-    with pytest.raises(XtkError):
-        parse_stop_condition(text)
-
-
-def test_stop_conditions_are_met_above_or_below_their_threshold():
-    condition = parse_stop_condition("repeated_4gram_fraction > 0.5")
-    assert str(condition) == "repeated_4gram_fraction>0.5"
-    assert condition.is_met({"repeated_4gram_fraction": 0.6})
-    assert not condition.is_met({"repeated_4gram_fraction": 0.5})
-    assert not condition.is_met({})
-    assert parse_stop_condition("entropy<0.05").is_met({"entropy": 0.01})
 
 
 @pytest.mark.parametrize(
@@ -281,6 +265,7 @@ def test_a_resumed_batch_has_the_log_probabilities_of_a_self_teacher_that_has_ch
     assert not batch.parent.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("teacher", "loss"), [("top_k=8", "byte-kl"), ("support=candidates,top_k=8", "p-kl:divergence=reverse-kl")]
 )
@@ -313,6 +298,25 @@ def test_each_rollout_is_tokenized_once_by_each_side_and_written_once(
     distill(paths, recipe, LoggingConfig(), inputs, force=False)
     assert written == [8, 6]  # two batches of two steps, each trained twice; one prompt is twice in the second
     assert tokenized == {str(pair.student): 14, str(pair.teacher): 14}
+
+
+@pytest.mark.slow
+def test_engine_is_put_to_sleep_in_every_block_also_where_nothing_is_generated(pair, prompts, tmp_path, monkeypatch):
+    events: list[str] = []
+    for name in ("sleep", "generate"):
+        method = getattr(StudentGenerator, name)
+        monkeypatch.setattr(
+            StudentGenerator, name, lambda *given, name=name, method=method: (events.append(name), method(*given))[1]
+        )
+    config = OnPolicyConfig(sampling=SamplingConfig(max_completion_length=4), num_generations=1, lmbda=0.5)
+    recipe = TrainConfig(
+        losses=tuple(parse_losses(["byte-kl"])), max_steps=8, per_device_train_batch_size=2, on_policy=config
+    )
+    teacher = parse_online_teacher(f"{pair.teacher}:top_k=4", long_documents="refuse", trust_remote_code=False)
+    paths = RunPaths(ModelRef(pair.student), (str(prompts),), (), tmp_path / "out", online_teachers=(teacher,))
+    distill(paths, recipe, LoggingConfig(), open_inputs(paths, recipe, Tokenizer(pair.student)), force=False)
+    assert events.count("sleep") == 8
+    assert 0 < events.count("generate") < 8
 
 
 @pytest.mark.slow
@@ -386,6 +390,7 @@ def test_splitting_a_step_into_micro_batches_changes_nothing(pair, prompts, tmp_
     assert without_reward_beta[0]["byte-kl"] != pytest.approx(reference_run[0]["byte-kl"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_fills_the_context_is_refused_before_training(pair, tmp_path):
     data = small_inputs.write_jsonl(tmp_path / "prompts.jsonl", ["Anna has", "12 and 30 and " * 400])
     done = run(pair, data, tmp_path / "out", "--loss", "byte-kl", "--max-steps", 2, code=1)
@@ -402,10 +407,10 @@ def test_rollouts_above_the_maximum_length_are_refused_or_truncated(pair, prompt
     run(pair, prompts, tmp_path / "cut", *options, "--long-documents", "truncate")
 
 
-@pytest.mark.parametrize("fields", [{"lora_r": 4, "load_in_4bit": True}, {"resize_vocabulary": True}])
+@pytest.mark.parametrize("fields", [{"lora_r": 4, "load_in_4bit": True}, {"lora_r": 4, "load_in_8bit": True}])
 def test_an_engine_is_refused_for_weights_that_it_cannot_load(fields):
     config = OnPolicyConfig(backend="server", server=("http://127.0.0.1:9",))
-    with pytest.raises(XtkError, match="cannot load the weights of a student with"):
+    with pytest.raises(XtkError, match="cannot load weights with"):
         check_engine_can_load(config, StudentModelConfig(**fields))
     check_engine_can_load(OnPolicyConfig(), StudentModelConfig(**fields))
 
@@ -443,6 +448,7 @@ def test_a_run_killed_at_random_times_ends_bitwise_equal(pair, prompts, referenc
         shutil.rmtree(output)
 
 
+@pytest.mark.slow
 def test_lmbda_mixes_on_policy_steps_and_steps_on_the_data(pair, prompts, tmp_path):
     run(pair, prompts, tmp_path / "out", "--max-steps", 12, "--save-steps", 0, "--lmbda", 0.5, "--loss", "ce",
         "--loss", "byte-kl", "--num-iterations", 2)  # fmt: skip
@@ -458,6 +464,7 @@ def test_lmbda_mixes_on_policy_steps_and_steps_on_the_data(pair, prompts, tmp_pa
         assert any(name.startswith("rollout_") for name in line) == is_on_policy
 
 
+@pytest.mark.slow
 def test_a_prompt_template_trains_like_data_with_rendered_prompts(pair, tmp_path):
     """With a prompt template, a chat template and its arguments, and steps on the data's completions."""
     student, teacher, other = (tmp_path / name for name in ("student", "teacher", "other"))
@@ -540,6 +547,7 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.slow
 def test_reverse_kl_on_the_students_candidates_is_zero_for_its_initial_weights(pair, prompts, tmp_path):
     """The support is the student's top-8 tokens; the teacher has the student's initial weights."""
     teacher = f"{pair.student}:support=candidates,top_k=8"
@@ -577,6 +585,7 @@ def test_self_teacher_with_privileged_prompts_has_current_averaged_or_fixed_weig
     assert len({round(value[2], 7) for value in losses.values()}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["mixture", "route", "sum"])
 def test_several_teachers_score_the_rollouts_of_the_student(pair, tmp_path, method):
     data = tmp_path / "prompts.jsonl"
@@ -610,6 +619,7 @@ def test_several_teachers_score_the_rollouts_of_the_student(pair, tmp_path, meth
     assert all(line[name] > 0 for line in lines for name in names)
 
 
+@pytest.mark.slow
 def test_all_tokens_can_be_candidates_but_zero_tokens_cannot(pair, tmp_path):
     data = tmp_path / "prompts.jsonl"
     data.write_text(json.dumps({"prompt": "Anna has 12 apples"}) + "\n")
@@ -634,6 +644,7 @@ def test_all_tokens_can_be_candidates_but_zero_tokens_cannot(pair, tmp_path):
     assert read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["byte-kl"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
@@ -713,6 +724,7 @@ def test_a_prompt_that_fills_the_context_with_its_environment_is_refused(pair, t
     assert "row 1 of the data" in refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_turns_with_an_environment_train_only_the_students_tokens(pair, tmp_path, is_chat):
     student, teacher = (shutil.copytree(one, tmp_path / one.name) for one in (pair.student, pair.teacher))
@@ -732,6 +744,7 @@ def test_turns_with_an_environment_train_only_the_students_tokens(pair, tmp_path
     assert lines[-1]["reward"] == 1
 
 
+@pytest.mark.slow
 def test_a_reward_that_can_score_no_row_is_refused_and_missing_scores_are_reported(pair, prompts, tmp_path):
     output = tmp_path / "out"
     done = run(pair, prompts, output, "--max-steps", 1, "--reward", "gsm8k:column=answr", code=1)
@@ -747,6 +760,7 @@ def test_a_reward_that_can_score_no_row_is_refused_and_missing_scores_are_report
     assert done.stderr.count("warning: none of 4 completions was scored by --reward") == 2
 
 
+@pytest.mark.slow
 def test_invalid_on_policy_commands_are_refused(pair, prompts, tmp_path):
     output = tmp_path / "out"
     done = run_xtk("distill-on-policy", pair.student, prompts, "-o", output, code=1)
@@ -759,11 +773,6 @@ def test_invalid_on_policy_commands_are_refused(pair, prompts, tmp_path):
     done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--devices", "rollout=0",
                    "-o", output, code=1)  # fmt: skip
     assert "only xtk distill-on-policy has --devices rollout=..." in done.stderr
-    done = run(pair, prompts, output, "--stop-if", "entropi<1", code=1)
-    assert "entropy" in done.stderr
-    assert not output.exists()
-    done = run(pair, prompts, output, "--max-steps", 4, "--stop-if", "length>1", "--save-steps", 1, code=1)
-    assert "ends the run: length of the rollouts" in done.stderr
     bare = tmp_path / "bare.jsonl"
     bare.write_text(json.dumps({"prompt": "Anna has"}) + "\n")
     done = run(pair, bare, output.with_name("other"), "--max-steps", 1, "--lmbda", 0.5, code=1)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import small_inputs
 import torch
@@ -26,7 +27,7 @@ from xtk_processes import run_xtk
 from xtk.batches.data_sources import DocumentSource
 from xtk.batches.micro_batches import BatchSampler
 from xtk.cache.teacher_document import TeacherDocument
-from xtk.data.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus, InMemoryCorpus
 from xtk.errors import MismatchError, XtkError
 from xtk.models.resolver import ModelRef
 from xtk.parallel.graceful_stop import StopListener
@@ -107,6 +108,60 @@ def assert_same_outputs(
                     )
 
 
+@pytest.mark.slow
+def test_subprocess_on_separate_devices_stays_for_the_next_blocks_and_scores_the_same(pair):
+    def processes() -> set[int]:
+        return {process.pid for process in psutil.Process().children()} - before
+
+    before = {process.pid for process in psutil.Process().children()}
+    text = f"{pair.teacher}:top_k=4,{ONE_DOCUMENT}"
+    apart, plain = (
+        parse_online_teacher(text, long_documents="refuse", trust_remote_code=False, devices=devices)
+        for devices in ((0,), ())
+    )
+    documents = [Document.from_text("one and 201"), Document.from_text("two, 2010")]
+    for teacher in (apart, plain):
+        teacher.read_corpus(InMemoryCorpus(documents, ["texts"], {}), "")
+    workers = []
+    for block in range(2):
+        parts = [plain.tokenize([document]) for document in documents]
+        found = list(apart.score(parts, block, 16))
+        workers.append(processes())
+        for stop in (signal.SIGUSR1, signal.SIGTERM):  # Slurm signals all processes of a step; the run goes on
+            os.kill(*workers[-1], stop)
+        for (one,), (other,) in zip(found, plain.score(parts, block, 16), strict=True):
+            assert np.array_equal(one.logprobs, other.logprobs)
+    assert workers[0] == workers[1]
+    assert len(workers[0]) == 1
+    apart.close()
+    assert not processes()
+    # A block that is stopped leaves no process with unread results.
+    stopped = apart.score(parts, 2, 16)
+    next(stopped)
+    stopped.close()
+    assert not processes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_teachers", [1, 2])
+def test_teacher_on_separate_devices_is_loaded_once_in_a_run_unless_it_shares_them(pair, tmp_path, num_teachers):
+    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", small_inputs.sentences(4))
+    teachers = [
+        parse_online_teacher(
+            f"{pair.teacher}:top_k={4 + number}", long_documents="refuse", trust_remote_code=False, devices=(0,)
+        )
+        for number in range(num_teachers)
+    ]
+    blocks = blocks_of(online_inputs(pair.student, data, teachers), steps=2, size=1, per_step=2)
+    before = {process.pid for process in psutil.Process().children()}
+    workers = [{process.pid for process in psutil.Process().children()} - before
+               for _ in blocks(range(2), StopListener())]  # fmt: skip
+    assert [len(one) for one in workers] == [1, 1] if num_teachers == 1 else [0, 0]
+    assert workers[0] == workers[1]
+    blocks.finish()
+    assert {process.pid for process in psutil.Process().children()} == before
+
+
 @pytest.fixture(scope="module")
 def second_teacher(tmp_path_factory) -> Path:
     """Another teacher with the tokenizer of the first one and a shorter context."""
@@ -132,6 +187,7 @@ def command(pair, corpus) -> list[object]:
     return ["distill", pair.student, corpus, "--teacher", teacher, "--teacher-block-steps", 3, *OPTIONS]
 
 
+@pytest.mark.slow
 def test_a_run_with_an_online_teacher_equals_one_from_a_cache_bit_for_bit(pair, corpus, tmp_path):
     teacher = f"{pair.teacher}:top_k=16,{ONE_DOCUMENT}"
     cache = write_cache(online_teacher(pair.teacher, f"top_k=16,{ONE_DOCUMENT}"), corpus, tmp_path / "cache")
@@ -252,6 +308,7 @@ def test_top_k_all_returns_a_distribution_over_the_vocabulary(pair, corpus, tmp_
         assert np.allclose(probability_sums, 1, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sum", "mixture"])
 def test_several_online_teachers_equal_their_caches(pair, corpus, tmp_path, method):
     third = small_inputs.make_teacher(tmp_path / "third", seed=7)
@@ -317,24 +374,14 @@ def test_documents_are_truncated_to_the_context_of_all_teachers(pair, second_tea
 
 
 @pytest.mark.long
-def test_a_tensor_parallel_teacher_returns_the_same_logprobs(pair, corpus, tmp_path):
-    wide_teacher = tmp_path / "wide"
-    shutil.copytree(pair.student, wide_teacher)
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(3)
-    configuration = LlamaConfig(
-        vocab_size=656, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    LlamaForCausalLM(configuration).save_pretrained(wide_teacher)
+def test_a_teacher_in_a_subprocess_returns_the_same_logprobs(pair, corpus):
     one, two = (
         all_outputs(
             online_inputs(
-                pair.student, corpus, [online_teacher(wide_teacher, f"top_k=8,{ONE_DOCUMENT}{engine_option}")]
+                pair.student, corpus, [online_teacher(pair.teacher, f"top_k=8,{ONE_DOCUMENT}{engine_option}")]
             ),
         )
-        for engine_option in ("", ",engine.tp_size=2")
+        for engine_option in ("", ",engine.device_map=cpu")
     )
     for (found,), (expected,) in zip(two, one, strict=True):
         assert np.array_equal(found.tokens.ids, expected.tokens.ids)

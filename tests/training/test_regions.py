@@ -74,6 +74,7 @@ def generate_answers(student) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_student_learns_to_reason_call_tools_and_stop_despite_other_markers(run, student_and_folder, tmp_path):
     student, folder = student_and_folder
     run("distill", student, folder / "cache", *TRAINING, "--logging-steps", "50", "-o", tmp_path / "run")
@@ -89,6 +90,7 @@ def test_student_learns_to_reason_call_tools_and_stop_despite_other_markers(run,
     assert first["region_tokens/markup"] > 0
 
 
+@pytest.mark.slow
 def test_without_end_of_turn_the_student_does_not_learn_to_stop(run, student_and_folder, tmp_path):
     student, folder = student_and_folder
     regions = ["--train-on", "answer,reasoning,reasoning-end,tool-call"]
@@ -98,6 +100,7 @@ def test_without_end_of_turn_the_student_does_not_learn_to_stop(run, student_and
         assert "<|im_end|>" not in answer
 
 
+@pytest.mark.slow
 def test_without_reasoning_end_the_student_does_not_learn_to_end_reasoning(run, student_and_folder, tmp_path):
     student, folder = student_and_folder
     regions = ["--train-on", "answer,reasoning,tool-call,end-of-turn"]
@@ -125,6 +128,7 @@ def loss_and_gradient(student_and_folder, text: str, regions: RegionWeights):
     return float(total), gradient, batch, term
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["ce", "byte-kl", "alm", "uld", "bpm", "escd"])
 def test_region_weights_scale_the_gradients_and_denominators_of_their_regions(student_and_folder, text):
     names = ["answer", "reasoning", "reasoning-end", "tool-call", "end-of-turn"]
@@ -175,6 +179,7 @@ def test_invalid_region_options_are_refused(run, student_and_folder, tmp_path, o
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_with_selected_regions_is_found_again_and_resumed(run, student_and_folder, tmp_path):
     student, folder = student_and_folder
     command = ("distill", student, folder / "cache", "--train-on", "answer,reasoning", "--max-steps", 2,

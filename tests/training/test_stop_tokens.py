@@ -26,9 +26,9 @@ TEXTS = [f"{name} has {number} {thing}." for name, number, thing in zip(
     small_inputs.NAMES, range(3, 13), small_inputs.THINGS, strict=True)]  # fmt: skip
 
 
-def make_model(folder, stops: list[int]):
+def make_model(folder, stops: list[int], split: str = small_inputs.STUDENT_SPLIT):
     """Write a small model that has learned to continue the texts, and to stop with the first of its stop tokens."""
-    backend = small_inputs.byte_level_tokenizer(small_inputs.STUDENT_SPLIT, 300, SPECIALS, TEXTS)
+    backend = small_inputs.byte_level_tokenizer(split, 300, SPECIALS, TEXTS)
     small_inputs.save_tokenizer(backend, folder, bos_token=SPECIALS[0], eos_token=SPECIALS[BASE_STOP])
     torch.manual_seed(stops[0])
     model = LlamaForCausalLM(LlamaConfig(
@@ -51,7 +51,12 @@ def make_model(folder, stops: list[int]):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return make_model(folder / "base", [BASE_STOP]), make_model(folder / "chat", [CHAT_STOP, BASE_STOP])
+    chat = [CHAT_STOP, BASE_STOP]
+    return {
+        "student": make_model(folder / "base", [BASE_STOP]),
+        "one tokenizer": make_model(folder / "chat", chat),
+        "two tokenizers": make_model(folder / "other", chat, small_inputs.TEACHER_SPLIT),
+    }
 
 
 def stop_probability_and_length(folder) -> tuple[float, float]:
@@ -71,8 +76,7 @@ def stop_probability_and_length(folder) -> tuple[float, float]:
     return sum(probabilities) / len(TEXTS), sum(lengths) / len(TEXTS)
 
 
-def train(models, folder, loss: str, is_on_policy: bool):
-    student, teacher = models
+def train(student, teacher, folder, loss: str, is_on_policy: bool):
     data = folder / "data.jsonl"
     rows = [{"prompt": " ".join(text.split()[:2])} if is_on_policy else {"text": text} for text in TEXTS]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -88,15 +92,20 @@ def train(models, folder, loss: str, is_on_policy: bool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss", "is_on_policy"), [("forward-kl", False), ("byte-kl", True)])
-def test_a_base_student_of_a_chat_teacher_still_stops(models, tmp_path, monkeypatch, loss, is_on_policy):
-    probability, length = stop_probability_and_length(models[0])
+@pytest.mark.parametrize(("loss", "is_on_policy", "teacher"), [
+    ("forward-kl", False, "one tokenizer"), ("byte-kl", True, "one tokenizer"),
+    ("byte-kl", False, "two tokenizers"), ("bpm", True, "two tokenizers"),
+])  # fmt: skip
+def test_a_base_student_of_a_chat_teacher_still_stops(models, tmp_path, monkeypatch, loss, is_on_policy, teacher):
+    student, teacher = models["student"], models[teacher]
+    assert (Tokenizer(student).fingerprint == Tokenizer(teacher).fingerprint) == (teacher == models["one tokenizer"])
+    probability, length = stop_probability_and_length(student)
     assert probability > 0.8
     for folder in (tmp_path / "classes", tmp_path / "single"):
         folder.mkdir()
-    after, length_after = stop_probability_and_length(train(models, tmp_path / "classes", loss, is_on_policy))
+    after, length_after = stop_probability_and_length(train(student, teacher, tmp_path / "classes", loss, is_on_policy))
     monkeypatch.setattr(StopClasses, "from_tokenizers", lambda *_: None)
-    alone, length_alone = stop_probability_and_length(train(models, tmp_path / "single", loss, is_on_policy))
+    alone, length_alone = stop_probability_and_length(train(student, teacher, tmp_path / "single", loss, is_on_policy))
     print(f"{loss}: {probability:.2f}, {length} tokens; {after:.2f}, {length_after}; alone {alone:.2f}, {length_alone}")
     assert after > 0.8
     assert length_after < length + 2

@@ -97,6 +97,7 @@ def test_on_policy_runs_train_toward_the_shifted_target(pair, other, tmp_path):
     assert norms[0] < 1e-4 < 1e-2 < norms[1]
 
 
+@pytest.mark.slow
 def test_entries_that_one_of_them_lacks_are_in_the_remainder_of_both(caches):
     teacher, reference = (TeacherCache(caches / name) for name in ("teacher", "reference"))
     plain, other = (cache.outputs([3], None)[0].teacher_logprobs for cache in (teacher, reference))
@@ -132,6 +133,7 @@ def test_references_that_do_not_fit_are_refused(pair, caches, tmp_path, name):
     assert REFUSALS[name] in run_xtk("distill", *arguments, code=1).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -150,6 +152,7 @@ def test_options_without_effect_and_other_losses_are_refused(pair, caches, tmp_p
     assert what in run_xtk("distill", *arguments, code=1).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "options", "what"),
     [

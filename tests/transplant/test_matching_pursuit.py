@@ -7,8 +7,7 @@ import pytest
 import small_inputs
 
 from xtk.text.tokenizer import Tokenizer
-from xtk.transplant.orthogonal_matching_pursuit import combine_donor_rows, pursue_batch
-from xtk.transplant.row_methods import DonorCombination
+from xtk.transplant.row_methods import DonorCombination, combine_donor_rows, pursue_batch
 from xtk.transplant.token_sources import TokenSources
 
 
@@ -25,6 +24,7 @@ def reference_pursuit(atoms: np.ndarray, target: np.ndarray, limit: int) -> dict
     return dict(zip(chosen, weights.tolist(), strict=True))
 
 
+@pytest.mark.slow
 def test_kernel_agrees_with_the_reference_implementation():
     rng = np.random.default_rng(0)
     atoms = rng.normal(size=(7, 40, 24))

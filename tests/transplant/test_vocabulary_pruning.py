@@ -194,6 +194,7 @@ def test_word_piece_tokenizer_is_refused(tmp_path, families):
         BpeVocabulary(word_piece)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("XTK_DATA" not in os.environ, reason="needs real tokenizers: set XTK_DATA")
 @pytest.mark.parametrize("name", ["gpt2", "qwen", "llama3", "mistral-v1"])
 def test_real_tokenizers_have_the_same_tokens_on_counted_real_text(name):

@@ -22,6 +22,7 @@ from xtk.data.record_to_document import Record
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import DTYPES
+from xtk.models.precision import AUTO, resolve_dtype
 from xtk.models.resolver import ModelRef, base_model_and_adapter, resolve_model_folder
 from xtk.models.weight_hash import CHUNK_BYTES, hash_chunks
 from xtk.name_registry import unknown_name_error
@@ -134,7 +135,7 @@ def cache_teacher(
     )
     if isinstance(model, str | Path):
         folder, adapter = base_model_and_adapter(resolve_model_folder(str(model), with_weights=True))
-        dtype = options.pop("dtype", "float32")
+        dtype = resolve_dtype(options.pop("dtype", AUTO), folder)
         _check_dtype(dtype)
         ref = ModelRef(folder, adapter, dtype, options.pop("trust_remote_code", False), str(model))
         support = _to_support(support, folder, top_k, top_p, num_samples)

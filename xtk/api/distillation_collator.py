@@ -94,7 +94,7 @@ class DistillationCollator:
 
         Raises:
             XtkError: a document is not in the cache, has another text, or is from a cache whose teacher has another
-                tokenizer, or with another support.
+                tokenizer, with another support, or with other values of sampled tokens.
         """
         stored = [self._stored(feature) for feature in features]
         documents = TextDocuments([row.document for row in stored], [_Teacher(stored)])
@@ -143,14 +143,17 @@ class DistillationCollator:
         return stored
 
     def _check_teacher(self, stored: CachedDocument) -> None:
-        """Refuse a document of a cache whose teacher has another tokenizer, or whose support stores less."""
-        stored_header, own = stored.header, self.cache.header
-        same = stored_header["teacher"]["tokenizer"] == own["teacher"]["tokenizer"]
-        if not same or stored_header["options"].get("support") != own["options"].get("support"):
+        """Refuse a document of a cache of another tokenizer or support, or with other values of sampled tokens."""
+        both = []
+        for header in (stored.header, self.cache.header):
+            samples = "with" if header["codec"].get("sample_logprobs") else "without"
+            contents = f"{header['options'].get('support')} {samples} log-probabilities of samples"
+            both.append((header["teacher"]["tokenizer"], contents, header["teacher"]["name"]))
+        (*document, name), (*own, own_name) = both
+        if document != own:
             raise MismatchError(
                 "a document is from a cache of another teacher or support than the collator's",
-                where=f"{stored_header['teacher']['name']}, {stored_header['options'].get('support')}; "
-                f"{own['teacher']['name']}, {own['options'].get('support')}",
+                where=f"{name}, {document[1]}; {own_name}, {own[1]}",
                 hint="create a DistillationCollator with that cache",
             )
 

@@ -204,7 +204,7 @@ def enable_packing(model: Any) -> None:
         model: a causal language model of transformers; its attention implementation is changed.
 
     Raises:
-        XtkError: the architecture cannot separate packed documents.
+        XtkError: the architecture cannot separate packed documents, or only with eager attention (Gemma 2).
     """
     split_packed_model(model)
 

@@ -64,12 +64,7 @@ class StepBatchBuilder:
 
 
 def prefetch(build_step: StepBatchBuilder, steps: range, num_workers: int) -> Iterator[list[MicroBatch]]:
-    """Yield the micro-batches of each step, in order; later steps are built while earlier ones train.
-
-    Args:
-        build_step: builds the micro-batches of a step.
-        num_workers: number of worker processes; 0: one thread.
-    """
+    """Yield the micro-batches of each step, in order, built while earlier steps train; `num_workers` 0: by a thread."""
     if num_workers and steps and not shared_memory_is_writable():
         terminal.note(
             "distill: warning: /dev/shm is not writable, so that batches are built in a thread; "
@@ -114,8 +109,7 @@ def _by_processes(make: StepBatchBuilder, steps: range, workers: int) -> Iterato
 def _receive_in_thread(messages: Any, convert: Callable[[Any], list[MicroBatch]], count: int) -> Iterator[Any]:
     """Yield converted messages of a DataLoader's iterator, each received while the previous one is used.
 
-    A thread of an executor would be waited for when the process ends. That of a killed worker may wait for ever: for
-    the rest of a message.
+    Not by an executor, whose thread is waited for when the process ends: that of a killed worker may wait for ever.
     """
     requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
     replies: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
@@ -197,7 +191,7 @@ def _identity(made: Any) -> Any:
 def _start_worker(run: int, number: int) -> None:
     """Make a worker end with the training process (also if that has ended already) and ignore stop signals."""
     die_with_parent(run, signal_number=signal.SIGKILL)
-    for stop in (signal.SIGINT, signal.SIGTERM):
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Slurm signals all processes of a step
         signal.signal(stop, signal.SIG_IGN)
 
 

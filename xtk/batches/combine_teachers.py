@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.cache.teacher_logprobs import TeacherLogprobs
+from xtk.cache.teacher_logprobs import TeacherLogprobs, entry_keys
 from xtk.errors import XtkError
 from xtk.losses.interface import LossInputs, range_sums
 from xtk.name_registry import unknown_name_error
@@ -222,28 +222,21 @@ def _span_scores(
 
 
 def mix_teacher_logprobs(teacher_logprobs: Sequence[TeacherLogprobs], weights: Sequence[float]) -> TeacherLogprobs:
-    """Return the mixture `sum w_k t_k` of teachers with the same tokenizer, on the same tokens.
+    """Return the mixture `sum w_k t_k` of teachers with one tokenizer, at the positions of the first; weights sum to 1.
 
     An id is stored if every teacher gives it a probability: it is one of its entries, or the teacher has no remainder.
     All other mass goes to the remainder, which is exact too: all teachers are coarsened to the same cells. Where all
     teachers have samples instead of a remainder, an id that one teacher sampled is stored, and counts as 0 for a
     teacher that did not sample it: the mixture of unbiased estimates is an unbiased estimate of the mixture. Where one
-    teacher has a remainder, the samples of the others are part of the remainder.
-
-    Args:
-        teacher_logprobs: one per teacher, with the same number of positions.
-        weights: at least 0, sum 1.
-
-    Returns:
-        The mixture, at the positions of the first teacher. Ids that are exact for all teachers come first; both groups
-        are in ascending order. `entropy` is the mean of the entropies, a lower bound.
+    teacher has a remainder, the samples of the others are part of the remainder. Ids that are exact for all teachers
+    come first, both groups ascending. `entropy` is the mean of the entropies, a lower bound.
     """
     size = len(teacher_logprobs[0])
     weight_per_teacher = np.asarray(weights, np.float64)
     has_remainder = np.any([teacher.remainder_mass > 0 for teacher in teacher_logprobs], axis=0)
     teacher_logprobs = [_without_samples(teacher, has_remainder) for teacher in teacher_logprobs]
     unique_keys, entries = np.unique(
-        np.concatenate([_keys(teacher) for teacher in teacher_logprobs]), return_inverse=True
+        np.concatenate([entry_keys(teacher.offsets, teacher.ids) for teacher in teacher_logprobs]), return_inverse=True
     )
     by_teacher = np.repeat(np.arange(len(teacher_logprobs)), [len(teacher.ids) for teacher in teacher_logprobs])
     mass = (
@@ -289,11 +282,7 @@ def mix_teacher_logprobs(teacher_logprobs: Sequence[TeacherLogprobs], weights: S
 
 
 def _without_samples(logprobs: TeacherLogprobs, where: NDArray[np.bool_]) -> TeacherLogprobs:
-    """Return a teacher's log-probabilities with the sampled entries of some positions moved to the remainder.
-
-    Args:
-        where: [P], the positions.
-    """
+    """Return a teacher's log-probabilities with the sampled entries at `where` [P] moved to the remainder."""
     owners = np.repeat(np.arange(len(logprobs)), np.diff(logprobs.offsets))
     dropped = ~_exact_entries(logprobs) & where[owners]
     if not dropped.any():
@@ -318,10 +307,3 @@ def _exact_entries(logprobs: TeacherLogprobs) -> NDArray[np.bool_]:
     within = np.arange(len(logprobs.ids)) - np.repeat(logprobs.offsets[:-1], sizes)
     flags: NDArray[np.bool_] = within < np.repeat(logprobs.exact_counts, sizes)
     return flags
-
-
-def _keys(logprobs: TeacherLogprobs) -> NDArray[np.int64]:
-    """Return int64 [E], a unique key of each (position, id) pair."""
-    owners = np.repeat(np.arange(len(logprobs), dtype=np.int64), np.diff(logprobs.offsets))
-    keys: NDArray[np.int64] = owners << 32 | logprobs.ids
-    return keys

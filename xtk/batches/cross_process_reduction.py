@@ -32,9 +32,6 @@ class CountedBatch(Protocol):
 class StepReduction:
     """Factors of the losses of a step, from the counts of all its micro-batches.
 
-    Attributes:
-        num_passes: largest number of micro-batches of a process; set by `of_step`.
-
     Args:
         score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
         step_counts: sum of `MicroBatch.counts` over all micro-batches of all processes.
@@ -47,6 +44,7 @@ class StepReduction:
         teacher_names: Sequence[str],
         step_counts: NDArray[np.float64],
     ) -> None:
+        # num_passes: largest number of micro-batches of a process; set by `of_step`.
         self._objectives, self._names, self.num_passes = objectives, teacher_names, 0
         sizes = [1, len(objectives), (1 + 2 * len(objectives)) * len(REGIONS)]
         (rows,), counts, region_counts, others = np.split(step_counts, np.cumsum(sizes))
@@ -90,11 +88,7 @@ class StepReduction:
         return made
 
     def term_scales(self, kd_scale: float = 1.0) -> list[float]:
-        """Return the factor of each loss: its weight divided by its denominator.
-
-        Args:
-            kd_scale: additional factor of the distillation losses.
-        """
+        """Return the factor of each loss: its weight, for distillation times `kd_scale`, over its denominator."""
         scales: list[float] = (self._weights * np.where(self._distils, kd_scale, 1.0) / self._counts).tolist()
         return scales
 
@@ -102,9 +96,7 @@ class StepReduction:
         """Return the factor that makes the distillation loss, apart from its weights, as large as the CE loss.
 
         It is at most `MAX_KD_SCALE`, also if the distillation loss is 0 or a sampled estimate of it is negative.
-
-        Args:
-            sums: [terms], sum of each loss over tokens or spans.
+        `sums`: [terms], over tokens or spans.
         """
         means = np.array(sums) / self._counts
         (ce,) = means[~self._distils]
@@ -119,11 +111,7 @@ class StepReduction:
     def loss_metrics(self, sums: Sequence[float], kd_scale: float) -> dict[str, float]:
         """Return the total loss, the mean of each loss, the weighted distillation loss and the teacher weights.
 
-        A loss without tokens or spans in the step (CE of a step on the student's own completions) has no mean.
-
-        Args:
-            sums: [terms], sum of each loss over tokens or spans.
-            kd_scale: result of `kd_scale` for this step.
+        A loss without items in the step (CE of a step on the student's own completions) has no mean.
         """
         means = np.array(sums) / self._counts
         weighted = means * self._weights
@@ -145,11 +133,8 @@ class StepReduction:
     def region_metrics(self, region_sums: NDArray[np.float64], kd_scale: float = 1.0) -> dict[str, float]:
         """Return metrics by region of conversations and rollouts: tokens, the mean loss, and the mean advantage.
 
-        The mean loss of a region is the weighted sum of the means of all losses over their items in it.
-
-        Args:
-            region_sums: [terms, regions + 1], from the `region_sums` of the losses.
-            kd_scale: result of `kd_scale` for this step.
+        The mean loss is the weighted sum of the means of all losses over their items in a region. `region_sums`:
+        [terms, regions + 1], of the losses.
         """
         tokens, items, advantages = np.split(self._region_counts, [1, 1 + len(self._objectives)])
         weights = self._weights * np.where(self._distils, kd_scale, 1.0)
@@ -169,11 +154,7 @@ class StepReduction:
         return metrics
 
     def surrogate_metrics(self, surrogate_sums: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Return the mean importance ratio and the clipped fraction of policy-gradient losses.
-
-        Args:
-            surrogate_sums: [terms, 3], sums of `ratio_statistics` of each policy-gradient term.
-        """
+        """Return mean importance ratio and clipped fraction, from the sums [terms, 3] of `ratio_statistics`."""
         metrics: dict[str, float] = {}
         for objective, (items, ratios, clipped) in zip(self._objectives, surrogate_sums, strict=True):
             if items:

@@ -44,9 +44,8 @@ class DocumentSource(Protocol):
 class DocumentsFromCaches:
     """The documents of the cache of one teacher, or of several.
 
-    Args:
-        rows: int64 [teachers, documents], index of each document in each cache; -1: not in it. None: one cache, in its
-            order.
+    `rows`: int64 [teachers, documents], index of each document in each cache; -1: not in it. None: one cache, in its
+    order.
     """
 
     def __init__(self, *caches: TeacherCache, rows: NDArray[np.int64] | None = None) -> None:
@@ -90,11 +89,7 @@ class DocumentsFromCaches:
 
 
 class TextDocuments:
-    """Documents in memory.
-
-    Args:
-        teachers: their outputs for these documents; none for losses on the text alone.
-    """
+    """Documents in memory, and the outputs of teachers for them; none for losses on the text alone."""
 
     def __init__(self, documents: Sequence[Document], teachers: Sequence[TeacherSource] = ()) -> None:
         self._documents, self.teachers = documents, teachers
@@ -124,12 +119,7 @@ class TextDocuments:
 
 
 class TeacherMixture:
-    """Several teachers as one: their probabilities are mixed.
-
-    Args:
-        teachers: teachers with the same tokenizer.
-        weights: one per teacher, summing to 1.
-    """
+    """Several teachers with the same tokenizer as one: their probabilities are mixed, with weights that sum to 1."""
 
     def __init__(self, teachers: Sequence[TeacherSource], weights: Sequence[float]) -> None:
         self._teachers, self._weights = teachers, weights
@@ -159,12 +149,9 @@ class TeacherMixture:
 
 
 def match_documents(caches: Sequence[TeacherCache]) -> NDArray[np.int64]:
-    """Return where each document of the first cache is in the other caches, in any order.
+    """Return int64 [caches, documents], where each document of the first cache is in each cache, in any order.
 
     Duplicates are matched by weight, and those of equal weight in order: the first occurrence to the first.
-
-    Returns:
-        int64 [caches, documents], index of each document in each cache.
     """
     held = [_DocumentIndex(cache) for cache in caches]
     rows = np.empty((len(caches), len(held[0].keys)), np.int64)
@@ -179,15 +166,10 @@ def match_documents(caches: Sequence[TeacherCache]) -> NDArray[np.int64]:
 
 
 def route_documents(caches: Sequence[TeacherCache], names: Sequence[str]) -> NDArray[np.int64]:
-    """Return where each document is in its teacher's cache: the teacher it names, or else the only one that has it.
+    """Return int64 [caches, documents], where each document is in its teacher's cache; -1 for the other caches.
 
-    Args:
-        caches: one per teacher; each has the documents of its teacher, and may have others.
-        names: the teachers' names, in the same order.
-
-    Returns:
-        int64 [caches, documents], index of a document in the cache of its teacher, and -1 for the other caches.
-        Documents are in the order of the first cache, followed by those that only later caches have.
+    Its teacher is the one that it names, or else the only one whose cache has it. Documents are in the order of the
+    first cache, followed by those that only later caches have.
     """
     held = [_DocumentIndex(cache) for cache in caches]
     owners = np.repeat(np.arange(len(held)), [len(cache.keys) for cache in held])
@@ -255,12 +237,7 @@ def _check_routes(
 
 
 class _DocumentIndex:
-    """The documents of a cache, indexed by fingerprint.
-
-    Attributes:
-        keys: uint64 [documents]; the n-th duplicate of a document, by weight, has the same key in every cache.
-        rows_by_key: int64 [documents], document indices sorted by fingerprint, then by weight, then by occurrence.
-    """
+    """The documents of a cache, indexed by fingerprint."""
 
     def __init__(self, cache: TeacherCache) -> None:
         self.cache, self.name = cache, cache.folder.name
@@ -269,7 +246,9 @@ class _DocumentIndex:
         firsts = np.flatnonzero(np.diff(fingerprints[order], prepend=~fingerprints[order[:1]]))
         counts = np.diff(np.append(firsts, len(fingerprints)))
         occurrences = np.arange(len(fingerprints)) - np.repeat(firsts, counts)
+        # int64 [documents], document indices sorted by fingerprint, then by weight, then by occurrence.
         self.rows_by_key = order
+        # uint64 [documents]; the n-th duplicate of a document, by weight, has the same key in every cache.
         self.keys = fingerprints.copy()
         self.keys[order] += occurrences.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 

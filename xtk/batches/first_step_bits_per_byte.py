@@ -42,12 +42,9 @@ class ComparedText:
     ) -> ComparedText:
         """Return the text of some documents in the spans that both models predict.
 
-        Sampled completions are left out: they are by nature likely under the student that sampled them, and less
-        likely under every other model, however good it is.
-
-        Args:
-            examples: loss inputs of the documents with one teacher; None: not scored by it.
-            weights: float64 [N], the weight of each loss position.
+        Sampled completions are left out: they are by nature likely under the student that sampled them, and less likely
+        under every other model, however good it is. `examples`: with one teacher; None: not scored by it. `weights`:
+        float64 [N].
         """
         row_weights, nats, num_bytes, first = np.zeros(len(weights)), 0.0, 0.0, 0
         for example, student, document in zip(examples, students, documents, strict=True):
@@ -80,16 +77,12 @@ class ComparedText:
 class TextScorer:
     """Hook of a training pass that scores the compared text of a micro-batch with the student.
 
-    Args:
-        targets: int64 [N], the token that each loss position predicts.
-        num_copies: number of processes with the same micro-batch.
-
-    Attributes:
-        sums: float64 [teachers, 3], to be summed over all processes: the student's nats, the teacher's, and bytes.
+    `targets`: int64 [N], the token of each loss position. `num_copies`: number of processes with the same micro-batch.
     """
 
     def __init__(self, texts: Sequence[ComparedText], targets: NDArray[np.int64], num_copies: int) -> None:
         self._weights, self._targets = np.stack([text.row_weights for text in texts]), targets
+        # float64 [teachers, 3], to be summed over all processes: the student's nats, the teacher's, and bytes.
         self.sums = torch.tensor([[0.0, text.teacher_nats, text.num_bytes] for text in texts], dtype=torch.float64)
         self.sums /= num_copies
 
@@ -109,12 +102,7 @@ class TextScorer:
 
 
 def comparison_metrics(sums: Sequence[float], teachers: Sequence[str]) -> dict[str, float]:
-    """Return bits per byte of each teacher and of the student.
-
-    Args:
-        sums: [teachers * 3], sums of `TextScorer.sums` over a step.
-        teachers: names of the teachers in metrics.
-    """
+    """Return bits per byte of each teacher and of the student, from [teachers * 3] sums of `TextScorer.sums`."""
     metrics: dict[str, float] = {}
     for name, (of_student, of_teacher, num_bytes) in zip(teachers, np.reshape(sums, (-1, 3)).tolist(), strict=True):
         if num_bytes:
@@ -124,11 +112,7 @@ def comparison_metrics(sums: Sequence[float], teachers: Sequence[str]) -> dict[s
 
 
 def report_weak_teachers(metrics: Mapping[str, float], teachers: Sequence[str]) -> None:
-    """Print a note for each teacher that predicts the text of the first step hardly better than the student, or worse.
-
-    Args:
-        metrics: from `comparison_metrics`.
-    """
+    """Print a note for each teacher that predicts the first step's text hardly better than the student, or worse."""
     for name in teachers:
         own, theirs = (metrics.get(metric_name(one, name, teachers)) for one in (STUDENT_METRIC, TEACHER_METRIC))
         if own is not None and theirs is not None and theirs > (1 - MIN_IMPROVEMENT) * own:

@@ -17,6 +17,7 @@ from xtk.cache.reader import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.losses import AUTO_LOSS, LOSSES, SURROGATE_LOSSES
 from xtk.losses.cells.stop_classes import StopClasses, ordinary_stops_message
+from xtk.losses.divergences import DIVERGENCES
 from xtk.losses.interface import ComparisonSpace, Loss
 from xtk.losses.spec import LossSpec, parse_losses
 from xtk.name_registry import load_registered
@@ -119,8 +120,11 @@ class DistillationTeacher:
         )
         return projection
 
-    def refusal(self, loss: LossSpec) -> XtkError | None:
-        """Return the error of a loss that cannot be computed from this teacher; None if it can."""
+    def refusal(self, loss: LossSpec, *, in_mixture: bool = False) -> XtkError | None:
+        """Return the error of a loss that cannot be computed from this teacher; None if it can.
+
+        `in_mixture`: from its mixture with others, whose probabilities of the tokens that it sampled are not known.
+        """
         rule, where = loss.make_loss(), f"{self.path} has the support {self.support}"
         if rule.comparison_space == "tokens" and not self.has_students_tokenizer:
             return MismatchError(
@@ -164,25 +168,28 @@ class DistillationTeacher:
                 where=where,
                 hint=self._support_hint("top-k+sample or top-k") + "; or use --loss alm",
             )
-        if (
-            self.support == "sample"
-            and rule.requires == "distribution"
-            and not (divergence := loss.make_divergence()).accepts_samples(
-                rule.compares_single_tokens and self.has_sample_logprobs
-            )
-        ):
-            if divergence.accepts_samples(rule.compares_single_tokens):
-                return XtkError(
-                    f"the loss {loss} needs the log-probabilities of sampled tokens, which this cache does not have",
-                    where=where,
-                    hint="make the cache again with this version of xtk; or use divergence=forward-kl",
-                )
-            return XtkError(
-                f"the loss {loss} would be biased: with sampled tokens only forward-kl at temperature 1 is unbiased",
-                where=where,
-                hint=self._support_hint("top-k+sample or top-k") + "; or use divergence=forward-kl and temperature 1",
-            )
+        if self.support == "sample" and rule.requires == "distribution":
+            return self._refusal_of_samples(loss, rule, in_mixture=in_mixture)
         return None
+
+    def _refusal_of_samples(self, loss: LossSpec, rule: Loss, *, in_mixture: bool) -> XtkError | None:
+        """Return the error of a loss that sampled tokens alone estimate with a bias; None if they do not."""
+        divergence, has_logprobs = loss.make_divergence(), self.has_sample_logprobs and not in_mixture
+        if divergence.accepts_samples(rule.compares_single_tokens and has_logprobs):
+            return None
+        linear = "--loss forward-kl" if loss.name in DIVERGENCES else "divergence=forward-kl"
+        what, instead = "with sampled tokens only forward-kl at temperature 1 is unbiased", f"{linear}, temperature 1"
+        if rule.compares_single_tokens and in_mixture:
+            what = "a token that one teacher of a mixture sampled has no known probability under the others"
+        elif rule.compares_single_tokens and not has_logprobs:
+            what = "this cache, made by an older xtk, has no log-probabilities of sampled tokens"
+        elif rule.compares_single_tokens:
+            what, instead = "with sampled tokens only temperature 1 is unbiased", "temperature 1"
+        return XtkError(
+            f"the loss {loss} would be biased: {what}",
+            where=f"{self.path} has the support {self.support}",
+            hint=f"{self._support_hint('top-k+sample or top-k')}; or use {instead}",
+        )
 
     @property
     def description(self) -> str:
@@ -237,11 +244,7 @@ class DistillationTeacher:
         return columns.pad_columns(int(self.identity["embedding_rows"]))
 
     def token_matching(self, comparison_spaces: Collection[str]) -> TokenMatching:
-        """Return how its tokens match those of the student, for top-1 agreement.
-
-        Args:
-            comparison_spaces: those of the losses on this teacher. A projection is used only if it is given or needed.
-        """
+        """Return how its tokens match the student's, for top-1 agreement; by projection only if given or needed."""
         if self.has_students_tokenizer:
             return ByProjection(
                 np.arange(max(self.student.embedding_rows, int(self.identity["embedding_rows"])), dtype=np.int32)
@@ -251,11 +254,7 @@ class DistillationTeacher:
         return BySpelling.from_tokenizers(self.student, self.tokenizer)
 
     def auto_losses(self, *, on_policy: bool = False) -> tuple[list[str], str]:
-        """Return the losses that `--loss auto` chooses, and why.
-
-        Args:
-            on_policy: whether the teacher scores the student's completions.
-        """
+        """Return the losses that `--loss auto` chooses, and why; `on_policy`: for the student's completions."""
         if self.support == "none":
             return AUTO_LOSSES["observed"], f"{self.name} has log-probabilities of the observed tokens only"
         if self.named_projection is not None:
@@ -280,10 +279,7 @@ def open_teachers(
 ) -> list[DistillationTeacher]:
     """Return the teachers of a run, with their caches opened and the given projections matched to them.
 
-    Args:
-        caches_or_models: caches, or their paths; ignored with `online_teachers`.
-        projections: projections that the user gave, or their paths.
-        online_teachers: teachers without caches, which have read the data.
+    With `online_teachers`, which have read the data, `caches_or_models` is ignored.
     """
     caches: list[TeacherCache | OnlineTeacher] = [*(online_teachers or map(as_cache, caches_or_models))]
     paths = [teacher.request.teacher.name for teacher in online_teachers]
@@ -306,6 +302,7 @@ def open_teachers(
             else DistillationTeacher(teacher.name, teacher.path, teacher.source, student, (path, projection))
             for teacher, refusal in zip(teachers, refusals, strict=True)
         ]
+    note_missing_sample_logprobs(teachers)
     return teachers
 
 
@@ -373,14 +370,7 @@ class AssignedLoss:
 def assign_losses(
     requested: Sequence[LossSpec], teachers: Sequence[DistillationTeacher], *, on_policy: bool = False
 ) -> tuple[list[AssignedLoss], str]:
-    """Return the losses of a run with their teachers: each loss for all teachers from which it can be computed.
-
-    Args:
-        on_policy: whether the teachers score the student's rollouts.
-
-    Returns:
-        The losses, and what `--loss auto` chose and why; "" without it.
-    """
+    """Return each loss with all teachers that it fits, and what `--loss auto` chose and why; "" without it."""
     for loss in requested:
         if loss.name in SURROGATE_LOSSES and not on_policy and not any(teacher.has_rollouts for teacher in teachers):
             raise XtkError(
@@ -417,11 +407,11 @@ def assign_losses(
 
 
 def note_missing_sample_logprobs(teachers: Sequence[DistillationTeacher]) -> None:
-    """Print one note if caches with sampled tokens, written by an older version, lack their log-probabilities."""
+    """Print a note, once, if caches with sampled tokens, written by an older version, lack their log-probabilities."""
     older = [teacher.path for teacher in teachers if "sample" in teacher.support and not teacher.has_sample_logprobs]
     if older:
-        terminal.note(
-            f"distill: {', '.join(older)}: sampled tokens have no log-probabilities, so forward-kl and byte-kl have "
+        terminal.note_once(
+            f"{', '.join(older)}: sampled tokens have no log-probabilities, so forward-kl and byte-kl have "
             "more noise near the teacher, and other divergences ignore the samples; make the cache again to change this"
         )
 

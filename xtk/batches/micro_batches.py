@@ -96,9 +96,7 @@ class BatchBuilder:
         score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
         teacher_names: the teachers' names in metrics; needed for several teachers.
         packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
-        with_top1: whether to return the teachers' top-1 tokens too.
         ce_on_data_only: whether losses without a teacher ignore documents that the student generated.
-        region_weights: which regions of conversations are trained, and their weights.
     """
 
     def __init__(
@@ -131,19 +129,14 @@ class BatchBuilder:
     def build(self, numbers: Sequence[int], sample_set: int = 0, *, with_compared_text: bool = False) -> MicroBatch:
         """Return the micro-batch of some documents; without any, one of a single token and no loss.
 
-        Args:
-            sample_set: index of the set of sampled tokens, modulo the number of sets in the cache.
-            with_compared_text: whether to return `compared_text` too.
+        `sample_set`: index of the set of sampled tokens, modulo the number of sets in the cache.
         """
         return self._build(numbers, self._tokenize(numbers), sample_set, with_compared_text=with_compared_text)
 
     def build_within_tokens(
         self, numbers: Sequence[int], max_tokens: int, sample_set: int = 0, *, with_compared_text: bool = False
     ) -> list[MicroBatch]:
-        """Return micro-batches of at most `max_tokens` tokens, padding included, longest documents first.
-
-        A document longer than `max_tokens` is a separate micro-batch; other arguments as for `build`.
-        """
+        """Return micro-batches of at most `max_tokens`, padding included, or of one document that is longer."""
         read = self._tokenize(numbers)
         groups = group_by_tokens([len(own.student) for own in read], max_tokens, padded=not self._packing)
         return [
@@ -269,15 +262,9 @@ class BatchBuilder:
         own_tokens: Sequence[_StudentDocument],
         sample_set: int | None,
     ) -> tuple[list[list[LossInputs | None]], int]:
-        """Return the loss inputs of some documents with each teacher.
+        """Return [teachers][documents], loss inputs, and the number of positions left out because of NaN.
 
-        Args:
-            own_tokens: the documents with the student's tokens.
-            sample_set: sample set of the teachers' log-probabilities; None: exact entries only.
-
-        Returns:
-            [teachers][documents], None where the teacher did not score the document; and the number of positions with
-            NaN, which are left out.
+        None: the teacher did not score the document. `sample_set` None: exact entries only.
         """
         finite = [
             [_without_nan(output) for output in teacher.outputs(numbers, sample_set)]
@@ -320,12 +307,7 @@ def _without_nan(output: TeacherDocument | None) -> tuple[TeacherDocument | None
 
 
 def _region_counts(inputs: LossInputs, weights: NDArray[np.float64], terms: Sequence[LossCells]) -> NDArray[np.float64]:
-    """Return `region_counts` of a micro-batch.
-
-    Args:
-        inputs: inputs of all documents without a teacher.
-        weights: float64 [N].
-    """
+    """Return `region_counts` of a micro-batch; inputs: of all documents without a teacher; weights: float64 [N]."""
     counts = np.zeros((1 + 2 * len(terms), len(REGIONS)))
     if inputs.regions is not None:
         regions = np.minimum(inputs.regions, len(REGIONS))
@@ -349,14 +331,9 @@ def _unaligned(examples: Sequence[LossInputs | None], students: Sequence[TokenSe
 def pad_or_pack(
     sequences_of_ids: Sequence[NDArray[np.int32]], packing_multiple: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[int, ...] | None]:
-    """Return documents as one padded or packed batch.
+    """Return token ids [B, T], the flat index where each document begins, and the lengths of packed documents.
 
-    Args:
-        sequences_of_ids: token ids of each document, int32 [T].
-        packing_multiple: pack, to a length that is a multiple of this; 0: pad.
-
-    Returns:
-        Token ids [B, T], the flat index where each document begins, and the lengths of packed documents (or None).
+    `packing_multiple`: pack, to a length that is a multiple of this; 0: pad.
     """
     sizes = [len(ids) for ids in sequences_of_ids]
     if packing_multiple:
@@ -372,11 +349,9 @@ def pad_or_pack(
 
 
 def group_by_tokens(sizes: Sequence[int], max_tokens: int, *, padded: bool) -> list[list[int]]:
-    """Return groups of document indices with at most `max_tokens` tokens each (first-fit, longest first).
+    """Return groups of document indices of at most `max_tokens`, or of one longer document (first-fit, longest first).
 
-    Args:
-        max_tokens: maximum tokens of a group; a longer document is a separate group.
-        padded: whether a group's tokens are its longest document times its documents, or their sum.
+    `padded`: whether a group's tokens are its longest document times its documents, or their sum.
     """
     groups: list[list[int]] = []
     free = np.zeros(len(sizes), np.int64)  # of each group: tokens, or the places of as long documents times their size
@@ -399,13 +374,7 @@ def group_by_tokens(sizes: Sequence[int], max_tokens: int, *, padded: bool) -> l
 class BatchSampler:
     """Chooses the documents of each step, from seed and step alone: the same for any number of processes.
 
-    Args:
-        documents: indices of the documents to sample from.
-        sizes: length of each document, to batch documents of similar length.
-        seed: seed of the shuffle, which differs per epoch.
-
-    Attributes:
-        documents_per_step: documents in a step.
+    `sizes`: length of each document, to batch documents of similar length; the shuffle differs per epoch.
     """
 
     def __init__(

@@ -47,11 +47,7 @@ class TeacherLosses:
     def cached_documents(
         self, teachers: Sequence[DistillationTeacher], references: Sequence[TeacherCache] = ()
     ) -> DocumentsFromCaches:
-        """Return the documents of the caches of teachers, combined by the method of `--combine-teachers`.
-
-        Args:
-            references: for `--teacher-shift`, a cache of the same documents per teacher.
-        """
+        """Return the documents of the teachers' caches, combined; `references`: of each, for `--teacher-shift`."""
         caches = [teacher.source for teacher in teachers if isinstance(teacher.source, TeacherCache)]
         if references:
             documents = DocumentsFromCaches(*caches, *references, rows=match_documents([*caches, *references]))
@@ -129,6 +125,6 @@ def _losses_on_mixture(assigned: Sequence[AssignedLoss], teachers: Sequence[Dist
     losses = [assignment for assignment in assigned if assignment.teacher in (None, least)]
     for loss in losses:
         for teacher in teachers:
-            if refusal := teacher.refusal(loss.loss):
+            if refusal := teacher.refusal(loss.loss, in_mixture=True):
                 raise refusal
     return [loss if loss.teacher is None else replace(loss, teacher=0) for loss in losses]

@@ -60,9 +60,7 @@ class TeacherTopTokens:
     def count_agreements(self, student_tokens: NDArray[np.int64], matching: TokenMatching) -> tuple[int, int]:
         """Return the number of rows where the student's token matches one of the teacher's, and the number of rows.
 
-        Args:
-            student_tokens: int64 [C], the student's most likely token of each row; -1: the row is not counted.
-            matching: decides whether two tokens are the same.
+        `student_tokens`: int64 [C], the student's most likely token of each row; -1: the row is not counted.
         """
         rows = np.repeat(np.arange(len(self.student_rows)), np.diff(self.offsets))
         held = student_tokens[rows] >= 0

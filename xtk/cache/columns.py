@@ -54,17 +54,7 @@ def optional_columns(header: dict[str, Any]) -> list[str]:
 
 
 class ShardColumns:
-    """The columns of a shard as flat arrays without copies.
-
-    Attributes:
-        complete: [rows], whether the text of a row ends with the end of the document.
-        num_tokens, num_positions, num_entries: int32 [rows].
-        weights: float64 [rows], loss weights.
-        text_sizes: int64 [rows], UTF-8 bytes of each text.
-
-    Raises:
-        ValueError: offsets of a column decrease, or point outside of its values.
-    """
+    """The columns of a shard as flat arrays without copies. ValueError: offsets of a column are invalid."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         segments = batch.column("segments")
@@ -79,7 +69,9 @@ class ShardColumns:
         blobs = [_string_column(batch.column(name)) for name in BYTE_COLUMNS]
         self._lists = {name: column.values.to_numpy() for name, column in zip(LIST_COLUMNS, lists, strict=True)}
         self._blobs = {name: values for name, (_, values) in zip(BYTE_COLUMNS, blobs, strict=True)}
+        # [rows], whether the text of a row ends with the end of the document.
         self.complete = batch.column("complete").to_numpy(zero_copy_only=False)
+        # int32 [rows].
         self.num_tokens, self.num_positions, self.num_entries = (
             batch.column(name).to_numpy() for name in ("num_tokens", "num_positions", "num_entries")
         )
@@ -97,7 +89,7 @@ class ShardColumns:
             [part for at in [*edges, *(at for at, _ in blobs)] for part in (at[:-1], at[1:])]
         )
         sizes = np.diff(self._bounds.reshape(-1, 9, 2), axis=2)[:, :, 0]
-        self.text_sizes: NDArray[np.int64] = sizes[:, 2].astype(np.int64)
+        self.text_sizes: NDArray[np.int64] = sizes[:, 2].astype(np.int64)  # [rows], UTF-8 bytes of each text
         numbers = [self.num_tokens, self.num_positions, self.num_entries, self.complete, sizes[:, 0], *sizes[:, 3:].T]
         self._numbers = _byte_view(np.column_stack(numbers).astype("<i4"))
         self._size_of_numbers = 4 * len(numbers)
@@ -109,6 +101,7 @@ class ShardColumns:
         self._hashed_bounds = np.column_stack([flags, 4 * flags, roles, 4 * flags, texts, *rest])
         there = set(batch.schema.names)
         self._has_weights = "weight" in there
+        # float64 [rows], loss weights.
         self.weights = batch.column("weight").to_numpy() if self._has_weights else np.ones(batch.num_rows)
         names = [name for name in ("route", "sampled_tokens") if name in there]
         self._optional_values = {name: _string_column(batch.column(name)) for name in names}
@@ -185,11 +178,7 @@ def _byte_view(array: NDArray[Any]) -> memoryview:
 
 
 def _check_offsets(offsets: NDArray[np.int32], size: int) -> None:
-    """Check offsets into `size` values.
-
-    Raises:
-        ValueError: they decrease, or point outside of the values.
-    """
+    """Raise ValueError for offsets that decrease, or point outside of `size` values."""
     if offsets[0] < 0 or offsets[-1] > size or (offsets[1:] < offsets[:-1]).any():
         raise ValueError("the offsets of a column decrease, or point outside of its values")
 

@@ -21,7 +21,6 @@ SHARD_NAME = re.compile(r"shard-\d{5,9}\.arrow")
 VOCABULARY_ORDER_NAME = re.compile(r"vocabulary-order-[0-9a-f]+\.arrow")
 # Keys of a header's "codec" section whose values name files in the cache folder.
 CODEC_FILE_KEYS = ("vocabulary_order",)
-MAX_MANIFEST_BYTES = 1 << 30  # two million shards
 MAX_TOKEN_ID = 2**31 - 1
 Checksum = Annotated[str, r"sha256:[0-9a-f]{64}"]
 Count = Annotated[int, 0, MAX_TOKEN_ID]
@@ -125,11 +124,7 @@ class CacheManifest(TypedDict):
 
 
 def _check_manifest(manifest: dict[str, Any], where: str, hint: str) -> None:
-    """Check types, ranges and counts of a manifest, and that no file name leads out of the cache.
-
-    Raises:
-        CorruptError: names the first invalid value.
-    """
+    """Check types, ranges and counts of a manifest, and that no file name leads out of the cache."""
     check_json(manifest, CacheManifest, where, hint)
 
     def refuse(what: str) -> CorruptError:
@@ -169,7 +164,7 @@ def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
     """Return the manifest of a cache after checking it."""
     where = folder.path_of(MANIFEST)
     try:
-        content = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
+        content = folder.read(MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         if any(SHARD_NAME.fullmatch(file) for file in folder.file_sizes()):
             raise XtkError(

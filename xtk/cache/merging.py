@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from typing import Any
 from xtk import terminal
 from xtk.cache.manifest import (
     CODEC_FILE_KEYS,
-    SHARD_NAME,
     TOKENIZER_FILES,
     cache_figures,
     codec_files,
@@ -21,11 +19,11 @@ from xtk.cache.manifest import (
     shard_file_name,
     source_headers,
 )
-from xtk.cache.output import find_finished_cache, refuse_foreign_cache_folder
-from xtk.cache.reader import TeacherCache, open_verified_shard
+from xtk.cache.output import find_finished_cache
+from xtk.cache.reader import TeacherCache
 from xtk.cache.shard import CacheShard
 from xtk.cache.writer import start_cache, write_cache_manifest, write_file
-from xtk.errors import CorruptError, MismatchError, XtkError
+from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import canonical_json
 from xtk.files.storage_folders import StorageFolder, absolute_location, open_folder
 from xtk.progress import Progress
@@ -38,20 +36,13 @@ _ROW_RANGE = re.compile(r"(\d*):(\d*)")
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Documents `[start, stop)` of a shard of an input cache; they become one shard of the output.
+    """Documents `[start, stop)` of a shard of an input cache; they become one shard of the output."""
 
-    Attributes:
-        source: the input cache.
-        manifest_entry: the shard's entry in the manifest of the input.
-        start, stop: document numbers within the shard.
-        header_index: index of the shard's header in the output's `source_headers`.
-    """
-
-    source: TeacherCache
-    manifest_entry: dict[str, Any]
-    start: int
-    stop: int
-    header_index: int
+    source: TeacherCache  # the input cache
+    manifest_entry: dict[str, Any]  # the shard's entry in the manifest of the input
+    start: int  # first document within the shard
+    stop: int  # one past its last
+    header_index: int  # index of the shard's header in the output's `source_headers`
 
     @property
     def is_full_shard(self) -> bool:
@@ -70,14 +61,15 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
 
     Returns:
         The totals `documents`, `positions`, `tokens`, `bytes`, and `teacher_bits_per_byte`.
-
-    Raises:
-        CorruptError: a file of a cache that is not a shard does not match its checksum.
     """
-    _refuse_output_among(locations, output)
+    if absolute_location(output) in map(absolute_location, locations):
+        raise XtkError(
+            "the output folder is one of the caches to merge", where=output, hint="use another output path (-o)"
+        )
     folder = open_folder(output)
     folder.check_as_output("a cache", locations, force=force)
-    sources = _open_caches(locations)
+    with ThreadPoolExecutor(MANIFEST_THREADS) as threads:
+        sources = list(threads.map(TeacherCache, locations))
     _refuse_incompatible(sources)
     start, stop = _parse_row_range(rows, sum(map(len, sources)))
     parts, taken = _plan_slices(sources, start, stop)
@@ -88,18 +80,12 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
         folder.move_aside()
     if finished := find_finished_cache(folder, header):
         return cache_figures(finished)
-    _refuse_other_unfinished_cache(folder, taken, parts)
     start_cache(folder, header)
     _report_duplicates(header["data"]["sources"])
     entries = _write_slices(folder, taken)
     files = _copy_shared_files(folder, sources, parts)
     content = {"header": header, "source_headers": parts, "files": files, "shards": entries}
     return cache_figures(write_cache_manifest(folder, content, exclusive=True))
-
-
-def _open_caches(places: Sequence[str]) -> list[TeacherCache]:
-    with ThreadPoolExecutor(MANIFEST_THREADS) as threads:
-        return list(threads.map(TeacherCache, places))
 
 
 def _plan_slices(
@@ -258,40 +244,6 @@ def _parse_row_range(rows: str, total: int) -> tuple[int, int]:
             hint=f"use --rows START:STOP with 0 <= START < STOP <= {total}",
         )
     return start, stop
-
-
-def _refuse_output_among(places: Sequence[str], output: str) -> None:
-    if absolute_location(output) in map(absolute_location, places):
-        raise XtkError(
-            "the output folder is one of the caches to merge", where=output, hint="use another output path (-o)"
-        )
-
-
-def _refuse_other_unfinished_cache(
-    folder: StorageFolder, taken: Sequence[ShardSlice], parts: Sequence[dict[str, Any]]
-) -> None:
-    """Refuse a folder with an unfinished cache of another request; shards of this request are written again."""
-    refuse_foreign_cache_folder(folder)
-    folder.remove_stale_temporary_files()
-    held = {file: size for file, size in folder.file_sizes().items() if SHARD_NAME.fullmatch(file)}
-    wanted = {
-        shard_file_name(number): int(piece.manifest_entry["bytes"]) if piece.is_full_shard else None
-        for number, piece in enumerate(taken)
-    }
-    strange = [file for file, size in held.items() if file not in wanted or wanted[file] not in (None, size)]
-    if not strange and held:
-        first = min(held)
-        number = list(wanted).index(first)
-        with contextlib.suppress(CorruptError):  # a corrupt shard is rewritten
-            header = open_verified_shard(folder.local_path(first), folder.path_of(first)).header
-            if header_identity(header) != header_identity(parts[taken[number].header_index]):
-                strange = [first]
-    if strange:
-        raise XtkError(
-            "the output folder contains an unfinished cache with different inputs or options",
-            where=folder.path_of(min(strange)),
-            hint="use another output path (-o), or add --force to replace this cache",
-        )
 
 
 def _report_duplicates(stretches: Sequence[dict[str, Any]]) -> None:

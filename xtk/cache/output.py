@@ -12,7 +12,6 @@ from xtk import terminal
 from xtk.cache.manifest import (
     FORMAT,
     MANIFEST,
-    MAX_MANIFEST_BYTES,
     SHARD_NAME,
     header_identity,
     header_section,
@@ -20,6 +19,7 @@ from xtk.cache.manifest import (
 )
 from xtk.errors import XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX
+from xtk.files.json_validation import shorten
 from xtk.files.output import LOCK_PREFIX, foreign_files_error
 from xtk.files.storage_folders import StorageFolder, open_folder
 
@@ -51,7 +51,7 @@ def refuse_foreign_cache_folder(folder: StorageFolder) -> None:
 def _contains_cache(folder: StorageFolder, held: Mapping[str, int]) -> bool:
     """Return whether a folder contains files that only `cache-teacher` writes, intact or corrupt."""
     for file in (MANIFEST, UNFINISHED_MARKER):
-        if file in held and FORMAT.encode() in folder.read(file, MAX_MANIFEST_BYTES):
+        if file in held and FORMAT.encode() in folder.read(file):
             return True
     return any(_is_arrow_of_xtk(folder.local_path(file)) for file in held if SHARD_NAME.fullmatch(file))
 
@@ -64,11 +64,7 @@ def _is_arrow_of_xtk(path: Path) -> bool:
 
 
 def find_finished_cache(folder: StorageFolder, header: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the manifest if a folder contains the finished cache of a header; None if it is unfinished.
-
-    Raises:
-        XtkError: the folder contains other files, or the cache of another header.
-    """
+    """Return the manifest if a folder contains the finished cache of a header; None if it is unfinished."""
     held = folder.file_sizes()
     if MANIFEST not in held:
         refuse_foreign_cache_folder(folder)
@@ -102,18 +98,14 @@ def remove_writer_files(folder: StorageFolder) -> None:
 def other_request_error(folder: StorageFolder, file: str, header: dict[str, Any], wanted: dict[str, Any]) -> XtkError:
     """Return the error for an output folder with a cache of another header."""
     differences = [
-        f"{section}.{key}: {_shorten(header, section, key)} there, {_shorten(wanted, section, key)} in this command"
+        f"{section}.{key}: {shorten(str(old.get(key)))} there, {shorten(str(new.get(key)))} in this command"
         for section in ("teacher", "data", "options", "codec")
-        for key in sorted({*header_section(header, section), *header_section(wanted, section)})
-        if header_section(header, section).get(key) != header_section(wanted, section).get(key)
+        for old, new in [(header_section(header, section), header_section(wanted, section))]
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
     ]
     return XtkError(
         "the output folder contains a cache with different inputs or options",
         where=f"{folder.path_of(file)} ({'; '.join(differences[:3])})",
         hint="use another output path (-o), or add --force to replace this cache",
     )
-
-
-def _shorten(header: dict[str, Any], section: str, key: str) -> str:
-    text = str(header_section(header, section).get(key))
-    return text if len(text) <= 80 else text[:77] + "..."

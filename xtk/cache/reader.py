@@ -9,7 +9,7 @@ import itertools
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,21 +50,13 @@ _vocabularies: dict[str, ByteVocabulary] = {}  # of teachers, by the fingerprint
 
 
 def open_verified_shard(path: Path, name: str) -> CacheShard:
-    """Open a shard without a manifest, after comparing the whole file with its checksum.
-
-    Raises:
-        CorruptError: the checksum does not match, or it is not a shard.
-    """
+    """Open a shard without a manifest, after comparing the whole file with its checksum."""
     check_file_checksum(path, name)
     return CacheShard(path, name)
 
 
 def check_unfinished_cache(folder: StorageFolder) -> None:
-    """Verify the shards of an unfinished cache completely; do nothing for a finished one.
-
-    Raises:
-        CorruptError: names the first shard that does not match its checksum or its file name.
-    """
+    """Verify the shards of an unfinished cache completely; do nothing for a finished one."""
     held = folder.file_sizes()
     if MANIFEST in held:
         return
@@ -103,6 +95,7 @@ class TeacherCache:
         self.folder = open_folder(location)
         self.manifest = read_cache_manifest(self.folder)
         self.header: dict[str, Any] = self.manifest["header"]
+        self._source_identities = [header_identity(header) for header in source_headers(self.manifest)]
         held = self.folder.file_sizes()
         for shard in self.manifest["shards"]:
             file = shard["file"]
@@ -257,11 +250,15 @@ class TeacherCache:
 
     def shards(self) -> Iterator[CacheShard]:
         """Yield all shards in order."""
+        return map(self._open, self._prefetched())
+
+    def _prefetched(self) -> Iterator[int]:
+        """Yield the numbers of all shards; remote ones are downloaded before."""
         files = [str(entry["file"]) for entry in self.manifest["shards"]]
         for number in range(len(files)):
             if number % PREFETCHED_SHARDS == 0:
                 self.folder.prefetch(files[number : number + PREFETCHED_SHARDS])
-            yield self._open(number)
+            yield number
 
     def verify(self) -> None:
         """Read all files completely and compare them with their checksums.
@@ -270,10 +267,7 @@ class TeacherCache:
             CorruptError: names the first file, and in a shard the row, that does not match.
         """
         self.verify_files()
-        files = [str(entry["file"]) for entry in self.manifest["shards"]]
-        for number in range(len(files)):
-            if number % PREFETCHED_SHARDS == 0:
-                self.folder.prefetch(files[number : number + PREFETCHED_SHARDS])
+        for number in self._prefetched():
             self._verified.discard(number)
             shard = self._open_shard(number)
             for row in shard.damaged_documents():
@@ -289,11 +283,7 @@ class TeacherCache:
                 )
 
     def verify_files(self, *, there_only: bool = False) -> None:
-        """Compare the files that are not shards with the checksums in the manifest.
-
-        Raises:
-            CorruptError: a file does not match, or is missing and `there_only` is false.
-        """
+        """Compare the files that are not shards with their checksums; with `there_only`, those that are not missing."""
         for file, checksum in self.manifest.get("files", {}).items():
             try:
                 content = self.folder.read(file)
@@ -310,12 +300,8 @@ class TeacherCache:
         return str(self.manifest["shards"][number]["file"])
 
     def open_shard(self, entry: dict[str, Any]) -> CacheShard:
-        """Open a shard of the manifest after verifying everything except its documents.
-
-        Raises:
-            CorruptError: the shard does not match the manifest.
-        """
-        return self._open(self._shard_numbers[entry["file"]])
+        """Open a shard of the manifest after verifying everything except its documents."""
+        return self._open(self.manifest["shards"].index(entry))
 
     def _open_shard(self, number: int) -> CacheShard:
         entry = self.manifest["shards"][number]
@@ -325,8 +311,9 @@ class TeacherCache:
                 "this shard does not match its checksum in the manifest of the cache", entry["file"]
             )
         name = self.folder.path_of(entry["file"])
+        identity = self._source_identities[int(entry.get("source_header", 0))]
         shard = CacheShard(path, name, self._load_vocabulary_order, self._load_bytes_of)
-        if number not in self._verified and header_identity(shard.header) != self._identity_of(entry):
+        if number not in self._verified and header_identity(shard.header) != identity:
             raise self._damaged_error(
                 "this shard is from another cache: its header differs from that in the manifest", entry["file"]
             )
@@ -337,17 +324,6 @@ class TeacherCache:
                     raise self._damaged_error(what, entry["file"])
         self._verified.add(number)
         return shard
-
-    def _identity_of(self, entry: dict[str, Any]) -> dict[str, Any]:
-        return header_identity(self._source_headers[int(entry.get("source_header", 0))])
-
-    @cached_property
-    def _source_headers(self) -> list[dict[str, Any]]:
-        return source_headers(self.manifest)
-
-    @cached_property
-    def _shard_numbers(self) -> dict[str, int]:
-        return {entry["file"]: number for number, entry in enumerate(self.manifest["shards"])}
 
     def _damaged_error(self, what: str, file: str) -> CorruptError:
         return CorruptError(what, where=self.folder.path_of(file), hint=repair_hint(self.folder, file))
@@ -362,10 +338,6 @@ def _file_frame_checksum(path: Path, payload: Sequence[tuple[int, int]]) -> str:
 
 
 def read_shard_counts(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the header of a shard, and its numbers of documents, positions, tokens, entries and bytes.
-
-    Raises:
-        CorruptError: the checksum does not match, or it is not a shard.
-    """
+    """Return the header of a shard, and its numbers of documents, positions, tokens, entries and bytes."""
     shard = open_verified_shard(path, str(path))
     return shard.header, {**shard.counts(), "bytes": shard.num_bytes}

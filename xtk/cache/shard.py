@@ -6,7 +6,6 @@ import base64
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -42,26 +41,19 @@ MAX_DOCUMENT_TOKENS = 1 << 24  # a larger number means a corrupt shard, and woul
 
 
 class CacheShard:
-    """An open, memory-mapped shard.
-
-    Args:
-        name: name in error messages; default: the path.
-        load_order: loads the vocabulary order that the header names; default: from the folder of the shard.
-        load_bytes_of: loads the function that returns the bytes of the teacher's tokens, if they are known; called for
-            documents in which a token ends in text of the chat template.
-
-    Raises:
-        CorruptError: not a shard, or truncated.
-    """
+    """An open, memory-mapped shard."""
 
     def __init__(
         self,
         path: Path,
-        name: str = "",
+        name: str = "",  # name in error messages; default: the path
+        # loads the vocabulary order that the header names; default: from the folder of the shard
         load_order: VocabularyOrderLoader | None = None,
+        # loads the function that returns the bytes of the teacher's tokens, if they are known; called for documents in
+        # which a token ends in text of the chat template
         load_bytes_of: Callable[[], Callable[[int], bytes] | None] = lambda: None,
     ) -> None:
-        self.name, self._path, self.load_bytes_of = name or str(path), path, load_bytes_of
+        self.name, self.load_bytes_of = name or str(path), load_bytes_of
         self._load_vocabulary_order = load_order or (
             lambda file: read_vocabulary_order(LocalFolder(path.parent), file, str(path))
         )
@@ -148,11 +140,6 @@ class CacheShard:
         }
         return {name: float(f"{found:.6g}") for name, found in sums.items()}
 
-    def bytes_by_section(self) -> dict[str, int]:
-        """Return the bytes of each of PAYLOAD_PARTS, and of everything else."""
-        sizes = [stop - start for start, stop in self.payload_ranges()]
-        return {**dict(zip(PAYLOAD_PARTS, sizes, strict=True)), "other": len(self._buffer) - sum(sizes)}
-
     def payload_ranges(self) -> list[tuple[int, int]]:
         """Return the byte ranges `[start, stop)` of texts, tokens and log-probabilities in the file."""
         texts = self._batch.column("segments").values.field("text").buffers()[2]
@@ -178,36 +165,10 @@ class CacheShard:
         }
 
     def read_document(self, number: int, sample_set: int | None = 0) -> CachedDocument:
-        """Return one document after comparing its checksum.
-
-        Raises:
-            CorruptError: the checksum does not match; names shard and row.
-        """
-        self._check_size()
+        """Return one document after comparing its checksum."""
         if not self.is_intact(number):
             raise corrupt_document_error(self.name, number)
         return CachedDocument(self, number, sample_set)
-
-    def _check_size(self) -> None:
-        """Refuse a file that was truncated after it was mapped.
-
-        Reading a mapped page that the file no longer has kills the process with SIGBUS, which Python cannot catch; a
-        file that shrinks between this check and the read still does so. A removed or replaced file is safe: the map
-        keeps the old one.
-
-        Raises:
-            CorruptError: names the shard.
-        """
-        try:
-            size = os.stat(self._path).st_size  # noqa: PTH116 (called for every row)
-        except OSError:
-            return
-        if size < len(self._buffer):
-            raise CorruptError(
-                f"another program truncated this shard while it was read, from {len(self._buffer):,} to {size:,} bytes",
-                where=self.name,
-                hint=RESTORE_HINT,
-            )
 
     def is_intact(self, number: int) -> bool:
         """Return whether a document matches its checksum."""
@@ -221,9 +182,6 @@ class CacheShard:
 
         The new shard states the position of the documents in the original cache, so that its bytes do not depend on
         its position in the output.
-
-        Raises:
-            CorruptError: a checksum does not match; names shard and row.
         """
         documents = map(self.read_document, range(start, stop))
         text = count_text_bits((document.tokens, document.stored_logprobs) for document in documents)
@@ -248,15 +206,7 @@ def corrupt_document_error(name: str, row: int) -> CorruptError:
 
 
 def read_vocabulary_order(folder: StorageFolder, file: object, where: str) -> VocabularyOrder:
-    """Return the vocabulary order in a file of a cache.
-
-    Args:
-        file: name in the header of a shard or of the cache.
-        where: the file that contains the name, for the error.
-
-    Raises:
-        CorruptError: the file is missing or corrupt, or this is not the name of such a file.
-    """
+    """Return the vocabulary order in a file of a cache."""
     name = check_file_name(file, (VOCABULARY_ORDER_NAME,), where=where)
     try:
         return VocabularyOrder.from_file_content(name, folder.read(name), folder.path_of(name))
@@ -279,15 +229,11 @@ def frame_checksum(content: Any, payload: Sequence[tuple[int, int]]) -> str:
 
 
 class CachedDocument(TeacherDocument):
-    """One document of a cache; each part is decoded when it is first used.
-
-    Attributes:
-        index: the index of the document in its cache; None for a shard without a cache.
-    """
+    """One document of a cache; each part is decoded when it is first used."""
 
     def __init__(self, shard: CacheShard, number: int, sample_set: int | None) -> None:
         self._shard, self.columns, self._number, self._sample_set = shard, shard.columns, number, sample_set
-        self.index: int | None = None
+        self.index: int | None = None  # the index of the document in its cache; None for a shard without a cache
 
     @property
     def header(self) -> dict[str, Any]:

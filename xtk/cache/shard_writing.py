@@ -40,32 +40,21 @@ TEXT_KEYS = ("text_bits", "text_bytes")
 
 @dataclass(frozen=True)
 class ShardPosition:
-    """Position of a shard in the cache that it was written for.
+    """Position of a shard in the cache that it was written for."""
 
-    Attributes:
-        shard: number of the shard, from 0.
-        first_document: number of documents in the shards before it.
-        documents: number of documents in it.
-    """
-
-    shard: int
-    first_document: int
-    documents: int
+    shard: int  # number of the shard, from 0
+    first_document: int  # number of documents in the shards before it
+    documents: int  # number of documents in it
 
 
 def write_shard(
     path: Path,
-    header: dict[str, Any],
+    header: dict[str, Any],  # identity of teacher, data and options; `header["codec"]` selects the codec
     position: ShardPosition,
     documents: Sequence[TeacherDocument],
-    vocabulary_order: VocabularyOrder | None = None,
+    vocabulary_order: VocabularyOrder | None = None,  # of the cache, if the codec needs it
 ) -> None:
-    """Write a shard, with its position in the cache and a checksum of the whole file.
-
-    Args:
-        header: identity of teacher, data and options; `header["codec"]` selects the codec.
-        vocabulary_order: of the cache, if the codec needs it.
-    """
+    """Write a shard, with its position in the cache and a checksum of the whole file."""
     codec: type[Codec] = load_registered(CODECS, header["codec"]["name"], "codec")
     tables, tokens, signals = codec.pack(
         [(row.tokens, row.stored_logprobs) for row in documents], header["codec"], vocabulary_order
@@ -131,12 +120,7 @@ def count_text_bits(documents: Iterable[tuple[TokenSequence, StoredLogprobs]]) -
 
 
 def write_sealed(path: Path, batch: pa.RecordBatch, place: ShardPosition, text: dict[str, Any]) -> None:
-    """Write an Arrow file, then its checksum into the custom metadata of its record batch.
-
-    Args:
-        place: position of the shard in the cache.
-        text: from `count_text_bits`.
-    """
+    """Write an Arrow file, then its checksum into the custom metadata; `text`: from `count_text_bits`."""
     position = {"version": VERSION, **asdict(place)}
     seal = canonical_json({"checksum": "xxh3_128:" + "0" * CHECKSUM_DIGITS, **position, **text})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
@@ -168,12 +152,6 @@ def check_file_checksum(path: Path, where: str) -> None:
 
     Finished caches do not need this: their manifest has checksums without the documents, and each document has its
     own, so that reading one document does not read the others.
-
-    Args:
-        where: its name, for the error.
-
-    Raises:
-        CorruptError: the checksum does not match.
     """
     with path.open("rb") as stream:
         if not os.fstat(stream.fileno()).st_size:  # cannot be mapped

@@ -21,26 +21,16 @@ SAMPLE_DOCUMENTS = 200
 
 @dataclass(frozen=True)
 class PositionStatistics:
-    """Statistics of the N trained positions of some documents, concatenated.
+    """Statistics of the N trained positions of some documents, concatenated."""
 
-    Attributes:
-        entropy: float32 [N], nats.
-        kept_mass: float32 [N], total probability of the ids with exact log-probabilities.
-        observed_logprobs: float32 [N], log-probabilities of the observed tokens, nats.
-        num_exact_ids: int64 [N], number of ids with exact log-probabilities.
-        num_sampled_ids: float64 [N], distinct ids in a sample set, averaged over sets; 0 without samples.
-        observed_outside_top: bool [N], whether the observed token is outside of the top-k or top-p set; None if the
-            support does not determine it.
-        observed_ids: int32 [N], the observed tokens.
-    """
-
-    entropy: NDArray[np.float32]
-    kept_mass: NDArray[np.float32]
-    observed_logprobs: NDArray[np.float32]
-    num_exact_ids: NDArray[np.int64]
-    num_sampled_ids: NDArray[np.float64]
+    entropy: NDArray[np.float32]  # [N], nats
+    kept_mass: NDArray[np.float32]  # [N], total probability of the ids with exact log-probabilities
+    observed_logprobs: NDArray[np.float32]  # [N], log-probabilities of the observed tokens, nats
+    num_exact_ids: NDArray[np.int64]  # [N], number of ids with exact log-probabilities
+    num_sampled_ids: NDArray[np.float64]  # [N], distinct ids in a sample set, averaged over sets; 0 without samples
+    # [N], whether the observed token is outside of the top-k or top-p set; None: unknown for this support.
     observed_outside_top: NDArray[np.bool_] | None
-    observed_ids: NDArray[np.int32]
+    observed_ids: NDArray[np.int32]  # [N], the observed tokens
 
 
 def evenly_spaced_indices(cache: TeacherCache, count: int) -> list[int]:
@@ -125,12 +115,7 @@ def shared_file_bytes(cache: TeacherCache) -> int:
 
 
 def summarize_cache(cache: TeacherCache, positions: PositionStatistics, documents: int) -> dict[str, Any]:
-    """Return the statistics of a cache that `xtk inspect` prints.
-
-    Args:
-        positions: returned by `sample_positions`.
-        documents: number of documents that `positions` was computed from.
-    """
+    """Return the statistics of a cache that `xtk inspect` prints."""
     figures = cache_figures(cache.manifest)
     by_section = bytes_by_section(cache.manifest)
     per = max(figures["positions"], 1)
@@ -166,11 +151,7 @@ def summarize_cache(cache: TeacherCache, positions: PositionStatistics, document
 
 
 def max_stored_error(options: dict[str, Any]) -> float:
-    """Return the maximum quantization error of stored log-probabilities above -32, nats.
-
-    Args:
-        options: the "codec" section of the cache header.
-    """
+    """Return the maximum quantization error of log-probabilities above -32, nats, by the header's section "codec"."""
     codec: type[Codec] = load_registered(CODECS, options["name"], "codec")
     return codec.max_logprob_error(options)
 

@@ -16,35 +16,22 @@ from xtk.text.token_sequence import TokenSequence
 
 
 class StyleScores(NamedTuple):
-    """Log-probabilities that are subtracted as style, by token; nan where a token has none.
+    """Log-probabilities that are subtracted as style, by token; nan where a token has none."""
 
-    Attributes:
-        reference: float32 [S], of the teacher's tokens by its reference.
-        student_ids: int32 [T], the frozen student's tokens.
-        frozen_student: float32 [T], of these tokens by the frozen student.
-    """
-
-    reference: NDArray[np.float32]
-    student_ids: NDArray[np.int32]
-    frozen_student: NDArray[np.float32]
+    reference: NDArray[np.float32]  # [S], of the teacher's tokens by its reference
+    student_ids: NDArray[np.int32]  # [T], the frozen student's tokens
+    frozen_student: NDArray[np.float32]  # [T], of these tokens by the frozen student
 
 
 class TeacherDocument:
-    """One document with a teacher's tokens and log-probabilities. From a cache, each part is decoded when first used.
+    """One document with a teacher's tokens and log-probabilities. From a cache, parts are decoded when first used."""
 
-    Attributes:
-        document: text, and which parts are trained.
-        tokens: the teacher's tokens.
-        stored_logprobs: its log-probabilities at the trained tokens, with all sets of samples.
-        teacher_logprobs: those that a student trains on: the exact entries, and one set of samples or none.
-        style_scores: log-probabilities of its style reference and of the frozen student; None without a reference.
-        shift_reference: log-probabilities of a reference at the entries of `teacher_logprobs`; None without one.
-    """
-
-    document: Document
-    tokens: TokenSequence
-    stored_logprobs: StoredLogprobs
+    document: Document  # text, and which parts are trained
+    tokens: TokenSequence  # the teacher's tokens
+    stored_logprobs: StoredLogprobs  # its log-probabilities at the trained tokens, with all sets of samples
+    # Log-probabilities of its style reference and of the frozen student; None without a reference.
     style_scores: StyleScores | None = None
+    # Log-probabilities of a reference at the entries of `teacher_logprobs`; None without one.
     shift_reference: TeacherLogprobs | None = None
 
     def __init__(
@@ -103,16 +90,14 @@ def teacher_tokens(
     train_mask: NDArray[np.bool_],
     text_runs: NDArray[np.int32],
     segment_end_tokens: NDArray[np.int32],
+    # ids of tokens that a tokenizer prepends as a space; None: all that have no bytes
     space_ids: NDArray[np.int32] | list[int] | None,
+    # returns the function from a token id to its bytes; called only if a token ends in template text
     load_bytes_of: Callable[[], Callable[[int], bytes] | None],
 ) -> TokenSequence:
     """Return a teacher's tokens of a document, from the arrays that a cache stores.
 
     `exact` is False if a run starts with a token that has no bytes and is not a space.
-
-    Args:
-        space_ids: ids of tokens that a tokenizer prepends as a space; None: all that have no bytes.
-        load_bytes_of: returns the function from a token id to its bytes; called only if a token ends in template text.
     """
     # A token without bytes is a space that the tokenizer prepended, or a part of a rewritten character.
     no_bytes = ids[text_runs[byte_ends[text_runs[:, 0]] == text_runs[:, 2], 0]]

@@ -15,7 +15,7 @@ from xtk.name_registry import unknown_name_error
 SUPPORTS = {
     "top-k": "the K most likely tokens, plus the sum of the remainder",
     "top-p": "the most likely tokens up to mass P, at most K, plus the sum of the remainder",
-    "sample": "samples from the full distribution: unbiased with few bytes; for forward KL and equal tokenizers",
+    "sample": "samples from the full distribution: unbiased with few bytes; for forward KL, or for one tokenizer",
     "top-k+sample": "the K most likely tokens, plus samples from the remainder: unbiased, with less noise",
     "candidates": "the candidate ids in the data (candidate_ids), plus the sum of the remainder",
     "none": "the observed token only: enough for losses on observed tokens",
@@ -34,43 +34,28 @@ class Support:
 
     The stored distribution has an exact part and a sampled part. Samples are from the remainder (the distribution
     without the exact tokens), so that both parts together are unbiased.
-
-    Attributes:
-        kind: a key of `SUPPORTS`.
-        top_k: K, the number of exact, most likely ids; the maximum for `top-p`.
-        top_p: the mass that `top-p` stores.
-        num_samples: samples from the remainder in each set.
-        num_sample_sets: independent sets of samples.
-        seed: seed of the samples.
     """
 
-    kind: str
-    top_k: int = 0
-    top_p: float = 1.0
-    num_samples: int = 0
-    num_sample_sets: int = 0
-    seed: int = 0
+    kind: str  # a key of `SUPPORTS`
+    top_k: int = 0  # K, the number of exact, most likely ids; the maximum for `top-p`
+    top_p: float = 1.0  # the mass that `top-p` stores
+    num_samples: int = 0  # samples from the remainder in each set
+    num_sample_sets: int = 0  # independent sets of samples
+    seed: int = 0  # seed of the samples
 
 
 def make_support(
-    kind: str,
+    kind: str,  # a key of `SUPPORTS`; "": chosen by the other arguments, `top-k+sample` by default
     *,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    num_samples: int | None = None,
+    top_k: int | None = None,  # None for the default
+    top_p: float | None = None,  # the mass that `top-p` stores; None for the default
+    num_samples: int | None = None,  # samples per set, for kinds with samples; None for the default
     num_sample_sets: int = 1,
     seed: int = 0,
+    # kinds that the backend supports; without `top-k+sample` the default is `top-k`
     available_kinds: Collection[str] = SUPPORTS,
 ) -> Support:
-    """Return a support with only the fields that its kind uses, so that equal supports share one cache.
-
-    Args:
-        kind: a key of `SUPPORTS`; "": chosen by the other arguments, `top-k+sample` by default.
-        top_k: None for the default.
-        top_p: the mass that `top-p` stores; None for the default.
-        num_samples: samples per set, for kinds with samples; None for the default.
-        available_kinds: kinds that the backend supports; without `top-k+sample` the default is `top-k`.
-    """
+    """Return a support with only the fields that its kind uses, so that equal supports share one cache."""
     if not kind:
         head = top_k is not None and num_samples is None
         kind = (
@@ -132,32 +117,19 @@ class StoredLogprobs:
 
     P trained positions, E exact entries, R sets of samples, D distinct sampled ids. Ids are ascending within a position
     and within a set. All log-probabilities are in nats, normalized over the teacher's full vocabulary.
-
-    Attributes:
-        positions: int32 [P], ascending: index of the token that the distribution predicts.
-        offsets: int64 [P + 1]: the exact entries of position p are `[offsets[p], offsets[p + 1])`.
-        ids: int32 [E]; include the observed token of each position.
-        logprobs: float32 [E].
-        sample_offsets: int64 [P * R + 1]: the samples of set r at position p are `[sample_offsets[p * R + r], ...)`.
-        sample_ids: int32 [D], none of them exact.
-        sample_counts: int32 [D], how often each was sampled.
-        remainder_mass: float32 [P], the probability outside of the exact ids, from which the samples are.
-        observed_logprobs: float32 [P], of the observed token.
-        entropy: float32 [P], nats.
-        sample_logprobs: float32 [D], of the sampled ids; None: unknown (caches of older versions).
     """
 
-    positions: NDArray[np.int32]
-    offsets: NDArray[np.int64]
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    sample_offsets: NDArray[np.int64]
-    sample_ids: NDArray[np.int32]
-    sample_counts: NDArray[np.int32]
-    remainder_mass: NDArray[np.float32]
-    observed_logprobs: NDArray[np.float32]
-    entropy: NDArray[np.float32]
-    sample_logprobs: NDArray[np.float32] | None = None
+    positions: NDArray[np.int32]  # [P], ascending: index of the token that the distribution predicts
+    offsets: NDArray[np.int64]  # [P + 1]: the exact entries of position p are `[offsets[p], offsets[p + 1])`
+    ids: NDArray[np.int32]  # [E]; include the observed token of each position
+    logprobs: NDArray[np.float32]  # [E]
+    sample_offsets: NDArray[np.int64]  # [P * R + 1]: samples of set r at position p: `[sample_offsets[p * R + r], ...)`
+    sample_ids: NDArray[np.int32]  # [D], none of them exact
+    sample_counts: NDArray[np.int32]  # [D], how often each was sampled
+    remainder_mass: NDArray[np.float32]  # [P], the probability outside of the exact ids, from which the samples are
+    observed_logprobs: NDArray[np.float32]  # [P], of the observed token
+    entropy: NDArray[np.float32]  # [P], nats
+    sample_logprobs: NDArray[np.float32] | None = None  # [D]; None: unknown (caches of older versions)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -168,11 +140,7 @@ class StoredLogprobs:
         return (len(self.sample_offsets) - 1) // len(self) if len(self) else 0
 
     def to_teacher_logprobs(self, sample_set: int | None = 0) -> TeacherLogprobs:
-        """Return the log-probabilities that a student trains on: exact entries, and one sample set if there are any.
-
-        Args:
-            sample_set: number of the sample set, modulo R. None: no samples; their mass stays in the remainder.
-        """
+        """Return what a student trains on: exact entries, and sample set `sample_set` modulo R; None: no samples."""
         same = self.positions, self.observed_logprobs, self.entropy
         if not self.num_sample_sets or sample_set is None:
             return TeacherLogprobs(same[0], self.offsets, self.ids, self.logprobs, self.remainder_mass, *same[1:])
@@ -206,32 +174,21 @@ class TeacherLogprobs:
     """The teacher's next-token distributions at the trained tokens of a document, as input of training.
 
     P trained positions, E entries. The observed token is among the entries of its position.
-
-    Attributes:
-        positions: int32 [P], ascending: index of the token that the distribution predicts.
-        offsets: int64 [P + 1]: the entries of position p are `[offsets[p], offsets[p + 1])`.
-        ids: int32 [E], unique within a position; exact entries first, otherwise in any order.
-        logprobs: float32 [E], nats, normalized over the teacher's full vocabulary. For a sampled id, the logarithm of
-            the unbiased estimate: its fraction of the samples times the remainder's mass.
-        remainder_mass: float32 [P], the probability without entries; 0 where samples cover it.
-        observed_logprobs: float32 [P], of the observed token.
-        entropy: float32 [P], nats, of the full distribution.
-        exact_counts: int64 [P], the number of exact entries of each position, which include the observed token; the
-            others are sampled. None: all are exact.
-        precision: quantization of the cache, a value of `--precision`; "": not quantized.
-        token_logprobs: float32 [E], nats, as `logprobs`, but for a sampled id its own log-probability; NaN where it is
-            unknown. None: no sampled id has a known one.
     """
 
-    positions: NDArray[np.int32]
-    offsets: NDArray[np.int64]
-    ids: NDArray[np.int32]
+    positions: NDArray[np.int32]  # [P], ascending: index of the token that the distribution predicts
+    offsets: NDArray[np.int64]  # [P + 1]: the entries of position p are `[offsets[p], offsets[p + 1])`
+    ids: NDArray[np.int32]  # [E], unique within a position; exact entries first, otherwise in any order
+    # [E], nats, normalized over the teacher's full vocabulary. For a sampled id, the logarithm of the unbiased
+    # estimate: its fraction of the samples times the remainder's mass.
     logprobs: NDArray[np.float32]
-    remainder_mass: NDArray[np.float32]
-    observed_logprobs: NDArray[np.float32]
-    entropy: NDArray[np.float32]
+    remainder_mass: NDArray[np.float32]  # [P], the probability without entries; 0 where samples cover it
+    observed_logprobs: NDArray[np.float32]  # [P], of the observed token
+    entropy: NDArray[np.float32]  # [P], nats, of the full distribution
+    # [P], exact entries of each position, with the observed token; others are sampled. None: all are exact.
     exact_counts: NDArray[np.int64] | None = None
-    precision: str = ""
+    precision: str = ""  # quantization of the cache, a value of `--precision`; "": not quantized
+    # [E], nats, as `logprobs`, but a sampled id's own log-probability; NaN: unknown. None: none is known.
     token_logprobs: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
@@ -268,11 +225,7 @@ class TeacherLogprobs:
 
 
 def kl_on_stored_ids(exact: StoredLogprobs, stored: StoredLogprobs) -> NDArray[np.float64]:
-    """Return float64 [P], KL(exact || stored) in nats over the stored ids and the remainder as one cell.
-
-    Args:
-        stored: the log-probabilities in the cache, at the same ids.
-    """
+    """Return float64 [P], KL(exact || stored) in nats over the stored ids, the same in both, and the remainder."""
     stored_logprobs, exact_logprobs = stored.logprobs.astype(np.float64), exact.logprobs.astype(np.float64)
     remainder, stored_remainder = exact.remainder_mass.astype(np.float64), stored.remainder_mass.astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -282,6 +235,11 @@ def kl_on_stored_ids(exact: StoredLogprobs, stored: StoredLogprobs) -> NDArray[n
         )
     owner = np.repeat(np.arange(len(exact)), np.diff(exact.offsets))
     return remainder_terms + np.bincount(owner, entries, minlength=len(exact)).astype(np.float64)
+
+
+def entry_keys(offsets: NDArray[np.int64], ids: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return int64 [entries], range of the offsets and id of each entry as one number."""
+    return (np.repeat(np.arange(len(offsets) - 1, dtype=np.int64), np.diff(offsets)) << 32) + ids
 
 
 def sizes_to_offsets(sizes: NDArray[Any]) -> NDArray[np.int64]:

@@ -19,24 +19,14 @@ VOCABULARY_ORDER_SCHEMA = pa.schema([("id", pa.int32()), ("num_bytes", pa.int32(
 
 @dataclass(frozen=True)
 class VocabularyOrder:
-    """All U token ids, the most frequent in the cached documents first, and their lengths in bytes.
+    """All U token ids, the most frequent in the cached documents first, and their lengths in bytes."""
 
-    Attributes:
-        ids_by_frequency: int32 [U], a permutation.
-        token_bytes: int32 [U], bytes of text of each id, indexed by id; 0 for special tokens and unused ids.
-    """
-
-    ids_by_frequency: NDArray[np.int32]
-    token_bytes: NDArray[np.int32]
+    ids_by_frequency: NDArray[np.int32]  # [U], a permutation
+    token_bytes: NDArray[np.int32]  # [U], bytes of text of each id, indexed by id; 0 for special tokens and unused ids
 
     @classmethod
     def from_counts(cls, counts: NDArray[np.int64], token_bytes: NDArray[np.int32]) -> VocabularyOrder:
-        """Return the order by decreasing count; ties by increasing id.
-
-        Args:
-            counts: [U], occurrences of each id.
-            token_bytes: at most U lengths; missing ones are 0.
-        """
+        """Return the order by decreasing count [U], ties by increasing id; `token_bytes` may be shorter."""
         padded = np.zeros(len(counts), np.int32)
         padded[: len(token_bytes)] = token_bytes
         return cls(np.argsort(-counts, kind="stable").astype(np.int32), padded)
@@ -59,11 +49,7 @@ class VocabularyOrder:
 
     @classmethod
     def from_file_content(cls, file: str, content: bytes, where: str) -> VocabularyOrder:
-        """Return the vocabulary order in the content of a file.
-
-        Raises:
-            CorruptError: the content does not match the checksum in the file name, or is not a permutation of ids.
-        """
+        """Return the vocabulary order in the content of a file."""
         if vocabulary_order_file_name(content) != file:
             raise CorruptError(
                 "this file of a teacher cache does not match the checksum in its name",

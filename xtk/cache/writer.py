@@ -10,7 +10,6 @@ from xtk import terminal
 from xtk.cache.manifest import (
     FORMAT,
     MANIFEST,
-    MAX_MANIFEST_BYTES,
     VERSION,
     cache_version_error,
     header_identity,
@@ -43,19 +42,14 @@ class ShardedCacheWriter:
     Without a manifest, only a shard itself states its content. Every existing shard is therefore read completely and
     compared with its checksum, the request and its position: those in `assigned_shards` here, the others in `finish`.
     A corrupt or misplaced one is removed, with a note, and counts as missing.
-
-    Args:
-        header: identity of teacher, data and options; every shard contains it.
-        shard_sizes: number of documents of each shard.
-        assigned_shards: shards that this run writes if they are missing; None: all.
     """
 
     def __init__(
         self,
         folder: StorageFolder,
-        header: dict[str, Any],
-        shard_sizes: Sequence[int],
-        assigned_shards: Sequence[int] | None = None,
+        header: dict[str, Any],  # identity of teacher, data and options; every shard contains it
+        shard_sizes: Sequence[int],  # number of documents of each shard
+        assigned_shards: Sequence[int] | None = None,  # shards that this run writes if they are missing; None: all
     ) -> None:
         self.folder, self.header, self.num_shards = folder, header, len(shard_sizes)
         self._rows, self._first_rows = shard_sizes, [0, *itertools.accumulate(shard_sizes)]
@@ -106,11 +100,7 @@ class ShardedCacheWriter:
             self._files[name] = content
 
     def finish(self) -> dict[str, Any]:
-        """Write the manifest, the last file of a cache, and return it.
-
-        Raises:
-            CorruptError: a shard that another machine wrote is corrupt.
-        """
+        """Write the manifest, the last file of a cache, and return it."""
         others = [number for number in range(self.num_shards) if number not in self._entries]
         for _, failure in self._check(others):
             raise CorruptError(
@@ -164,11 +154,7 @@ def store_shard(
     documents: Sequence[TeacherDocument],
     vocabulary_order: VocabularyOrder | None = None,
 ) -> dict[str, Any]:
-    """Write one shard into the folder of a cache atomically, and return its manifest entry.
-
-    Args:
-        vocabulary_order: of the cache, if the codec needs it.
-    """
+    """Write one shard into the folder of a cache atomically, and return its manifest entry."""
     with folder.write(shard_file_name(position.shard), exclusive=True) as temporary:
         write_shard(temporary, header, position, documents, vocabulary_order)
         return CacheShard(temporary).manifest_entry(shard_file_name(position.shard))
@@ -181,15 +167,7 @@ def write_file(folder: StorageFolder, name: str, content: bytes, *, exclusive: b
 
 
 def write_cache_manifest(folder: StorageFolder, content: dict[str, Any], *, exclusive: bool = False) -> dict[str, Any]:
-    """Write the manifest of a cache, which marks it as finished.
-
-    Args:
-        content: "header", "shards", and "files": the sha256 of each file that is not a shard.
-        exclusive: refuse to replace another file of this name.
-
-    Returns:
-        The manifest, with format, version and checksum.
-    """
+    """Write and return the manifest of a cache, which marks it as finished; `content`: header, shards and files."""
     manifest = {"format": FORMAT, "version": VERSION, **content}
     manifest["checksum"] = manifest_checksum(manifest)
     # Written last, on purpose: a folder without a manifest is unfinished.
@@ -205,7 +183,7 @@ def start_cache(folder: StorageFolder, header: dict[str, Any]) -> None:
     held = folder.file_sizes()
     if UNFINISHED_MARKER in held:
         where = folder.path_of(UNFINISHED_MARKER)
-        marker = parse_json_object(folder.read(UNFINISHED_MARKER, MAX_MANIFEST_BYTES), where)
+        marker = parse_json_object(folder.read(UNFINISHED_MARKER), where)
         if marker.get("version") != VERSION:
             raise cache_version_error(marker.get("version"), where)
         marked_header = marker.get("header")

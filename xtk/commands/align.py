@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from xtk import terminal
 from xtk.commands.align_printing import print_boxes
 from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from xtk.text.tokenizer import Tokenizer
 
 ORDERS = ("worst", "first")
-COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz")
+COMPRESSED_SUFFIXES = (".gz", ".zst")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +38,6 @@ class AlignOptions(CorpusOptions, ForceOption, QuietOption, ConfigOption, Comman
         "Data file, folder (ending in /), - for standard input (default), or the text itself. An existing file "
         "name is read as that file.",
         metavar="[TEXT]",
-    )
-    teacher_text: str = option(
-        "", "Another text for the teacher; the parts that both texts share are aligned.", metavar="TEXT"
     )
     stats: bool = option(
         False, "Print span statistics over all documents: counts and bytes by kind, and the worst documents."
@@ -87,17 +82,12 @@ def align(options: AlignOptions) -> None:
     from xtk.text.tokenizer import Tokenizer
 
     terminal.set_quiet(options.quiet)
-    if options.teacher_text and (options.html or options.stats or options.text == "-"):
-        raise typer.BadParameter("--teacher-text needs one TEXT on the command line, and excludes --stats and --html")
     if options.order not in ORDERS:
         raise unknown_name_error("value of --order", options.order, ORDERS)
     one, other = (
         Tokenizer(resolve_model_folder(side, with_weights=False), name=side)
         for side in (options.student, options.teacher)
     )
-    if options.teacher_text:
-        _print_different_texts(options.text, options.teacher_text, one, other, as_json=options.as_json)
-        return
     documents: Iterable[Document]
     documents = [Document.from_text(_decode_argument(options.text))]
     if _is_data(options.text):
@@ -175,9 +165,9 @@ def _print_all_spans(documents: Iterable[Document], student: Tokenizer, teacher:
     for group in align_documents(documents, student, teacher):
         for document in group:
             if as_boxes:
-                print_boxes(_alignment_record(document, student, teacher), student, teacher)
+                print_boxes(_alignment_record(document), student, teacher)
             else:
-                terminal.result_json(_alignment_record(document, student, teacher))
+                terminal.result_json(_alignment_record(document))
             if document.is_text:
                 lost[0] += count_normalization_loss(student, [document.text], [document.student])
                 lost[1] += count_normalization_loss(teacher, [document.text], [document.teacher])
@@ -185,51 +175,16 @@ def _print_all_spans(documents: Iterable[Document], student: Tokenizer, teacher:
         _warn(loss)
 
 
-def _print_different_texts(text: str, teacher_text: str, one: Tokenizer, other: Tokenizer, *, as_json: bool) -> None:
-    """Print the aligned spans of two different texts."""
-    from xtk.text.different_text_alignment import align_different_texts
-
-    texts = _decode_argument(text), _decode_argument(teacher_text)
-    (student,), (teacher,) = one.encode(texts[:1]), other.encode(texts[1:])
-    spans = align_different_texts(texts[0], student.byte_ends, texts[1], teacher.byte_ends)
-    record = {
-        "text": texts[0],
-        "teacher_text": texts[1],
-        "student_ids": student.ids.tolist(),
-        "teacher_ids": teacher.ids.tolist(),
-        "spans": spans.spans.tolist(),
-        "exact": bool(spans.equal.all()),
-        "equal": spans.equal.tolist(),
-        "similarity": [round(value, 4) for value in spans.similarity.tolist()],
-    }
-    if terminal.result_stream().isatty() and not as_json:
-        print_boxes(record, one, other)
-    else:
-        terminal.result_json(record)
-
-
 def _warn(lost: NormalizationLoss) -> None:
     if warning := lost.warning():
         terminal.note(f"align: {warning}")
 
 
-def _alignment_record(document: AlignedDocument, student: Tokenizer, teacher: Tokenizer) -> dict[str, Any]:
-    record = {
+def _alignment_record(document: AlignedDocument) -> dict[str, Any]:
+    return {
         "text": document.text,
         "student_ids": document.student.ids.tolist(),
         "teacher_ids": document.teacher.ids.tolist(),
         "spans": document.spans.tolist(),
         "exact": document.student.exact and document.teacher.exact,
     }
-    if not record["exact"]:
-        from xtk.text.different_text_alignment import compare_texts
-
-        one = _span_texts(student, document.student.ids, document.spans[:, :2])
-        other = _span_texts(teacher, document.teacher.ids, document.spans[:, 2:])
-        record["similarity"] = [round(value, 4) for value in compare_texts(one, other)[0].tolist()]
-    return record
-
-
-def _span_texts(tokenizer: Tokenizer, ids: Any, ranges: Any) -> list[str]:
-    spell = tokenizer.vocabulary.bytes_of
-    return [b"".join(map(spell, ids[low:high].tolist())).decode("utf-8", "replace") for low, high in ranges.tolist()]

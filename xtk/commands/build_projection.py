@@ -11,13 +11,8 @@ from xtk.options.shared import ConfigOption, CorpusOptions, ForceOption, JsonOpt
 from xtk.progress import Progress
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from xtk.files.output import Output
     from xtk.text.tokenizer import Tokenizer
-
-
-_PAIRS_HINT = 'write pairs such as {"<|im_end|>": "</s>"}, the student token first'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +29,8 @@ class BuildProjectionOptions(CorpusOptions, ForceOption, JsonOption, QuietOption
     method: str = option(
         "multitoken",
         "exact: equal tokens only; first-token: first teacher token; multitoken: up to 4, falling weights. "
-        "partition: groups of tokens; cooccurrence: counts in --corpus; embedding: similar embeddings.",
-        metavar="[exact|first-token|multitoken|partition|cooccurrence|embedding]",
+        "partition: groups of tokens; cooccurrence: counts in --corpus.",
+        metavar="[exact|first-token|multitoken|partition|cooccurrence]",
     )
     special_tokens: str = option(
         "role",
@@ -67,14 +62,6 @@ class BuildProjectionOptions(CorpusOptions, ForceOption, JsonOption, QuietOption
         "With --method cooccurrence: pseudo-count of the first-token mapping, in spans. [default: 1]",
         show_default=False,
     )
-    num_neighbors: int | None = option(
-        None, "With --method embedding: teacher tokens per student token. [default: 8]", show_default=False
-    )
-    temperature: float | None = option(
-        None,
-        "With --method embedding: softmax temperature over cosine similarities. [default: 0.1]",
-        show_default=False,
-    )
 
 
 def build_projection(options: BuildProjectionOptions) -> None:
@@ -99,7 +86,7 @@ def build_projection(options: BuildProjectionOptions) -> None:
 
     terminal.set_quiet(options.quiet)
     matching = _matching(options.special_tokens)
-    names = ("max_tokens_per_entry", "decay", "reverse_pass", "smoothing", "num_neighbors", "temperature")
+    names = ("max_tokens_per_entry", "decay", "reverse_pass", "smoothing")
     given = {name: getattr(options, name) for name in names}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None and value is not False}
     given_data = [name for name, value in (("corpus", options.corpus), ("columns", options.columns)) if value]
@@ -112,10 +99,7 @@ def build_projection(options: BuildProjectionOptions) -> None:
     path = Path(options.output)
     output = Output(path, PROJECTION, force=options.force, inputs=[*options.corpus, options.special_tokens])
     output.find_finished()
-    folders = [
-        resolve_model_folder(side, with_weights=options.method == "embedding")
-        for side in (options.student, options.teacher)
-    ]
+    folders = [resolve_model_folder(side, with_weights=False) for side in (options.student, options.teacher)]
     one, other = Tokenizer(folders[0], name=options.student), Tokenizer(folders[1], name=options.teacher)
     if options.method == "cooccurrence":
         from xtk.data.corpus_reader import Corpus, parse_columns_option
@@ -123,8 +107,6 @@ def build_projection(options: BuildProjectionOptions) -> None:
         data = Corpus(options.corpus, parse_columns_option(options.columns), options.max_document_bytes)
         projection = _counts_projection(one, other, data, chosen, matching, output)
     else:
-        if options.method == "embedding":
-            chosen |= _embeddings(*folders)
         header = projection_header(one, other, options.method, matching, **chosen)
         projection = output.find_finished(header)
         if projection is None:
@@ -140,58 +122,36 @@ def build_projection(options: BuildProjectionOptions) -> None:
 
 def _matching(value: str) -> Any:
     """Return the parsed `--special-tokens`: role, none, or a dict of pairs from a file."""
-    import json
     from pathlib import Path
 
-    import yaml
-
     from xtk.errors import XtkError, path_exists
+    from xtk.untrusted_json import parse_json
 
     if value in ("role", "none"):
         return value
-    path = Path(value)
-    if not path_exists(value) or not path.is_file():
+    if not path_exists(value) or not Path(value).is_file():
         raise XtkError("--special-tokens is not role, none or an existing file", where=value,
-                       hint="use role, none, or a JSON or YAML file {student token: teacher token}")  # fmt: skip
-    try:
-        text = path.read_text(encoding="utf-8")
-        try:
-            pairs = json.loads(text, object_pairs_hook=tuple)  # before YAML, which does not allow tabs
-        except json.JSONDecodeError:
-            root = yaml.compose(text)
-            pairs = tuple(root.value) if isinstance(root, yaml.MappingNode) else None
-            pairs = pairs and tuple((key.value, content.value) for key, content in pairs)
-    except (yaml.YAMLError, ValueError, RecursionError) as failure:
-        raise XtkError(
-            f"the file of --special-tokens is neither valid JSON nor YAML: {failure}", where=value, hint=_PAIRS_HINT
-        ) from None
-    if not isinstance(pairs, tuple) or not all(isinstance(part, str) for pair in pairs for part in pair):
+                       hint="use role, none, or a JSON file {student token: teacher token}")  # fmt: skip
+    text = Path(value).read_text(encoding="utf-8", errors="replace")
+    pairs = parse_json(text, what="the file of --special-tokens", where=value, refuse_duplicate_keys=True)
+    if not isinstance(pairs, dict) or not all(isinstance(token, str) for token in pairs.values()):
         raise XtkError(
             "the file of --special-tokens is not a mapping of student tokens to teacher tokens",
             where=value,
-            hint=_PAIRS_HINT,
+            hint='write pairs such as {"<|im_end|>": "</s>"}, the student token first',
         )
-    tokens = [token for token, _ in pairs]
-    if twice := next((token for at, token in enumerate(tokens) if token in tokens[:at]), None):
-        raise XtkError(
-            f"the student token {twice!r} occurs twice in --special-tokens", hint="list each student token once"
-        )
-    return dict(pairs)
+    return pairs
 
 
 def _counts_projection(
     student: Tokenizer, teacher: Tokenizer, data: Any, chosen: dict[str, Any], matching: Any, output: Output[Any]
 ) -> Any:
-    """Return the projection from co-occurrence counts: the finished one, or a new one that resumes a killed count."""
+    """Return the projection from co-occurrence counts: the finished one, or a new one."""
     import numpy as np
 
     from xtk.projection.build import build_projection as build
     from xtk.projection.build import projection_header
-    from xtk.projection.corpus_cooccurrence_counts import (
-        corpus_fingerprint,
-        count_corpus_cooccurrences,
-        remove_counting_state,
-    )
+    from xtk.projection.corpus_cooccurrence_counts import corpus_fingerprint, count_corpus_cooccurrences
     from xtk.projection.file import write_projection
     from xtk.projection.methods.cooccurrence import CooccurrenceCounts, CooccurrenceMethod
 
@@ -204,23 +164,9 @@ def _counts_projection(
         header = projection_header(student, teacher, "cooccurrence", matching, counts=empty_counts, **chosen)
         projection = output.find_finished(header)
         if projection is not None:
-            remove_counting_state(path)
             return projection
     with Progress("build-projection", None, "documents") as progress:
-        counts = count_corpus_cooccurrences(student, teacher, data, path, progress.advance)
+        counts = count_corpus_cooccurrences(student, teacher, data, progress.advance)
     projection = build(student, teacher, "cooccurrence", special_tokens=matching, counts=counts, **chosen)
     write_projection(projection, path)
-    remove_counting_state(path)
     return projection
-
-
-def _embeddings(student: Path, teacher: Path) -> dict[str, Any]:
-    from xtk.models.resolver import weights_fingerprint
-    from xtk.models.safetensors_headers import read_input_embedding
-
-    return {
-        "student_embedding": read_input_embedding(student),
-        "teacher_embedding": read_input_embedding(teacher),
-        "student_weights": weights_fingerprint(student),
-        "teacher_weights": weights_fingerprint(teacher),
-    }

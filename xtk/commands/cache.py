@@ -1,19 +1,15 @@
-"""`xtk cache`: caches from other caches, from files, as a file for other tools, and compared with their teacher."""
+"""`xtk cache`: caches from other caches, from files, and as a file for other tools."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import typer
 
 from xtk import terminal
 from xtk.commands.cache_teacher import CacheTeacherOptions, print_cache
 from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, output_option, redeclared
-from xtk.options.shared import MAX_ROW_BYTES, ConfigOption, ForceOption, JsonOption, QuietOption, TrustRemoteCodeOption
-
-if TYPE_CHECKING:
-    from xtk.cache.reader import TeacherCache
+from xtk.options.shared import MAX_ROW_BYTES, ConfigOption, ForceOption, JsonOption, QuietOption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,18 +101,17 @@ class ExportCacheOptions(ForceOption, JsonOption, QuietOption, ConfigOption, Com
     """Options of `xtk cache export`."""
 
     cache: str = argument(REQUIRED, "Teacher cache; - reads its path from standard input.", metavar="CACHE")
-    output: str = output_option("Output file.", "FILE")
-    format: str = option("parquet", "Format of the file.", choices=("parquet", "jsonl"))
+    output: str = output_option("Output file, in Parquet.", "FILE")
 
 
 def export_cache(options: ExportCacheOptions) -> None:
-    """Write a teacher cache as a file for other tools.
+    """Write a teacher cache as a Parquet file for other tools.
 
     A row is a document with token ids and log-probabilities, which cache import reads. Sampled tokens are left out.
 
     Examples:
         xtk cache export cache -o cache.parquet
-        xtk cache export cache --format jsonl -o cache.jsonl
+        xtk cache export s3://bucket/cache -o cache.parquet
     """
     from pathlib import Path
 
@@ -125,61 +120,7 @@ def export_cache(options: ExportCacheOptions) -> None:
 
     terminal.set_quiet(options.quiet)
     cache = TeacherCache(terminal.path_argument(options.cache))
-    documents = export(cache, Path(options.output), options.format, force=options.force)
+    documents = export(cache, Path(options.output), force=options.force)
     terminal.result_artifact(
         {"path": options.output, "kind": "exported-cache", "documents": documents}, as_json=options.as_json
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions(TrustRemoteCodeOption, JsonOption, QuietOption, ConfigOption, CommandOptions):
-    """Options of `xtk cache verify`."""
-
-    cache: str = argument(REQUIRED, "Teacher cache; - reads its path from standard input.", metavar="CACHE")
-    teacher: str = argument(
-        "", "Teacher model of the cache: some documents are scored again.", metavar="[TEACHER]", show_default=False
-    )
-    sample: int = option(8, "Number of documents that TEACHER scores again.", min=1)
-
-
-def verify(options: VerifyOptions) -> None:
-    """Verify the checksums of a teacher cache, and compare it with its teacher.
-
-    Log-probabilities that differ from those of the teacher by more than the precision of the cache are an error.
-
-    Examples:
-        xtk cache verify cache
-        xtk cache verify cache ./teacher --sample 16
-    """
-    terminal.set_quiet(options.quiet)
-    place = terminal.path_argument(options.cache)
-    cache = open_verified(place)
-    record: dict[str, Any] = {"path": place, "kind": "teacher-cache", "documents": len(cache), "verified": True}
-    if options.teacher:
-        from xtk.models.resolver import ModelRef, base_model_and_adapter, resolve_model_folder
-        from xtk.teachers.cache_rescoring import verify_cache
-
-        folder, adapter = base_model_and_adapter(resolve_model_folder(options.teacher, with_weights=True))
-        teacher = ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code, name=options.teacher)
-        figures = verify_cache(cache, teacher, documents=options.sample)
-        record["scored_again"] = figures
-        terminal.note(
-            f"cache verify: {figures['documents']:,} documents were scored again: log-probabilities differ by at most "
-            f"{figures['largest_logprob_difference']:g} nats, and {figures['allowed_logprob_difference']:.3g} is "
-            f"allowed; quantization adds {figures['quantization_kl_nats']:g} nats to KL(teacher || student)"
-        )
-    else:
-        terminal.note("cache verify: all checksums match; give TEACHER to score documents again")
-    terminal.result_artifact(record, as_json=options.as_json)
-
-
-def open_verified(place: str) -> TeacherCache:
-    """Return a cache whose files all match their checksums; of an unfinished one, check the shards first."""
-    from xtk.cache.reader import TeacherCache, check_unfinished_cache
-    from xtk.files.storage_folders import open_folder
-
-    check_unfinished_cache(open_folder(place))
-    cache = TeacherCache(place)
-    cache.verify()
-    cache.teacher_tokenizer  # noqa: B018 (its fingerprint is compared)
-    return cache

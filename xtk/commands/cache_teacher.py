@@ -112,8 +112,7 @@ class CacheTeacherOptions(
     )
     engine: tuple[str, ...] = option(
         (),
-        "Engine argument, such as tensor_parallel_size=4 (vllm) or device_map=auto (transformers). Repeatable; "
-        "tp_size=4 starts 4 processes that share one transformers teacher.",
+        "Engine argument, such as tensor_parallel_size=4 (vllm) or device_map=auto (transformers). Repeatable.",
         metavar="NAME=VALUE",
     )
     long_documents: str = option(

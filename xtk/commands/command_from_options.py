@@ -16,13 +16,11 @@ from typer.core import TyperCommand
 
 from xtk.commands.distill_options import DISTILL_COMMANDS, distill_command
 from xtk.commands.help_format import HELP_ALL, definition_lines, heading, option_record, sections, usage, wrap
-from xtk.commands.renamed import EXIT_USAGE, renamed_error
-from xtk.commands.usage_errors import ARGUMENTS, explain, value_of
+from xtk.commands.usage_errors import EXIT_USAGE
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import CommandOptions, Option, check_options, declared_options, flag
 
-MAX_CONFIG_BYTES = 1 << 24  # a recipe lists every file that the run has read
 Command = Callable[[Any], Any]
 
 
@@ -60,12 +58,7 @@ def command_function(function: Callable[[Any], Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(**values: Any) -> Any:
-        options = options_from_command_line(kind, values)
-        try:
-            return function(options)
-        except XtkError as failure:
-            explain(failure, options, function.__name__.replace("_", "-"))
-            raise
+        return function(options_from_command_line(kind, values))
 
     parameters = []
     for field, declared in declared_options(kind):
@@ -181,10 +174,7 @@ class ConfigFileCommand(TyperCommand):
             args = ["--help"]
         known = {name for parameter in self.params for name in parameter.opts if name.startswith("--")}
         args = [_kebab(argument, known) for argument in args]
-        ctx.meta[ARGUMENTS] = list(args)
-        for argument in args:
-            self._check_renamed(argument.partition("=")[0])
-        config = value_of(args, "--config") if "--config" in known else None
+        config = _value_of(args, "--config") if "--config" in known else None
         if config is not None:
             ctx.default_map = {**(ctx.default_map or {}), **self._read(Path(config))}
         try:
@@ -194,21 +184,10 @@ class ConfigFileCommand(TyperCommand):
                 failure.ctx = ctx  # type: ignore[attr-defined]
             raise
 
-    def _check_renamed(self, option: str) -> None:
-        if failure := renamed_error(f"{self.name} {option.replace('_', '-')}"):
-            raise failure
-
     def _read(self, path: Path) -> dict[str, Any]:
         import yaml
 
-        with path.open("rb") as stream:
-            content = stream.read(MAX_CONFIG_BYTES + 1)
-        if len(content) > MAX_CONFIG_BYTES:
-            raise XtkError(
-                f"the --config file is larger than {MAX_CONFIG_BYTES:,} bytes",
-                where=str(path),
-                hint="use a file with options of this command only",
-            )
+        content = path.read_bytes()
         try:
             root = yaml.compose(content.decode())
         except (yaml.YAMLError, RecursionError) as failure:
@@ -241,7 +220,6 @@ class ConfigFileCommand(TyperCommand):
             name = str(key.value).replace("_", "-")
             if name in of_a_recipe:
                 continue
-            self._check_renamed(f"--{name}")
             if name not in options:
                 wrong_name = unknown_name_error("option", str(key.value), options)
                 raise XtkError(wrong_name.what, where=str(path), hint=wrong_name.hint)
@@ -271,12 +249,7 @@ def _check_recipe(content: dict[Any, Any], path: Path, command: str) -> tuple[st
         failure = XtkError(f"this recipe is of a run of {command_of_run}: use `xtk {command_of_run} --config {path}`")
         failure.exit_code = EXIT_USAGE
         raise failure
-    # Recipes of earlier versions list options of distill-on-policy for all runs.
-    listed, known = (
-        {flag(field.name).removeprefix("--") for field, _ in declared_options(DISTILL_COMMANDS[name])}
-        for name in ("distill-on-policy", command)
-    )
-    return (*keys, "on-policy", *(listed - known))
+    return (*keys, "on-policy")
 
 
 def config_name(parameter: Any) -> str:
@@ -304,3 +277,13 @@ def _kebab(argument: str, known: set[str]) -> str:
     name, equals, value = argument.partition("=")
     kebab = name.replace("_", "-")
     return kebab + equals + value if name.startswith("--") and kebab in known else argument
+
+
+def _value_of(args: list[str], option: str) -> str | None:
+    """Return the value of an option among arguments; None: it is not there."""
+    for at, argument in enumerate(args):
+        if argument == option and at + 1 < len(args):
+            return args[at + 1]
+        if argument.startswith(option + "="):
+            return argument.partition("=")[2]
+    return None

@@ -56,7 +56,7 @@ def _distill(options: DistillOptions) -> None:
     if options.lora_r:
         require_package("peft", "LoRA adapters need")  # before the imports, which take seconds
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
-    from xtk.parallel.distributed_launch import Machines, is_worker, launch, world_size
+    from xtk.parallel.distributed_launch import is_worker, launch, world_size
     from xtk.parallel.graceful_stop import exit_resumable_on_signal
     from xtk.parallel.parallel_config import parse_parallel
     from xtk.subprocesses import die_with_parent
@@ -69,7 +69,7 @@ def _distill(options: DistillOptions) -> None:
     if is_worker():
         terminal.set_main_process(os.environ.get("RANK", "0") == "0")
     # A process that only launches workers checks the inputs; the workers print everything else.
-    terminal.set_quiet(options.quiet or (options.num_processes * options.num_machines > 1 and not is_worker()))
+    terminal.set_quiet(options.quiet or (options.num_processes > 1 and not is_worker()))
     if "-" in options.eval_data:
         raise typer.BadParameter("--eval-data cannot be read from standard input (-); use a file or a cache")
     projections = [path for path in options.projection if path != "auto"]
@@ -78,20 +78,17 @@ def _distill(options: DistillOptions) -> None:
     piped = terminal.path_argument("-") if "-" in (options.student, *options.cache, *projections) else ""
     places, recipe, reporting = read_configs(options, piped, started)
     options = with_resolved_defaults(options, recipe, reporting)
-    machines = Machines(options.num_machines, options.machine_rank, options.main_process_ip, options.main_process_port)
-    processes = options.num_processes * options.num_machines
-    layout = parse_parallel(recipe.parallel, world_size() if is_worker() else processes)
+    processes = world_size() if is_worker() else options.num_processes
+    layout = parse_parallel(recipe.parallel, processes)
     check_supports_eval_tasks(reporting.eval_tasks, layout)
     inputs = open_inputs(places, recipe, Tokenizer(places.student.folder, start_token=recipe.start_token))
-    kept = recipe_options(
-        options, piped, world_size() // options.num_machines if is_worker() else options.num_processes
-    )
+    kept = recipe_options(options, piped, processes)
     check_rerun(options, kept, run_identity(recipe, inputs, layout.num_data_shards, reporting))
     exit_resumable_on_signal()
     if is_worker():
         die_with_parent(signal_number=signal.SIGKILL)
     elif processes > 1:
-        launch(options.num_processes, _for_workers(sys.argv[1:], piped), machines)
+        launch(options.num_processes, _for_workers(sys.argv[1:], piped))
         return
     content = train(
         places,
@@ -222,7 +219,7 @@ def _on_policy(
     from xtk.rewards.reward_spec import parse_reward
     from xtk.rollouts.generator_interface import SamplingConfig
     from xtk.rollouts.prompts import read_prompt_template, read_template_arguments
-    from xtk.training.on_policy_config import OnPolicyConfig, parse_stop_condition
+    from xtk.training.on_policy_config import OnPolicyConfig
 
     if options.rollout_backend != "vllm" and flags_of_set_options(options, ["rollout_dtype"]):
         raise XtkError("--rollout-dtype needs --rollout-backend vllm", hint="add it, or remove --rollout-dtype")
@@ -236,7 +233,6 @@ def _on_policy(
         chat_template_kwargs=read_template_arguments(options.chat_template_kwargs),
         sampling=options_of(SamplingConfig, options, top_logprobs=num_candidates),
         rewards=tuple(map(parse_reward, options.reward)),
-        stop_if=tuple(map(parse_stop_condition, options.stop_if)),
         max_turns=options.max_turns if options.environment else 1,
         backend=options.rollout_backend,
         engine=parse_engine_options(list(options.rollout_engine)),

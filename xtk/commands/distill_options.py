@@ -74,13 +74,7 @@ class DistillOptions(
         Heading("Objective", ("loss", "projection", "scale_kd_to", RegionOptions)),
         Heading("Optimization", (OptimizationOptions, "max_skipped_steps", "torch_compile")),
         Heading("Student", (StudentModelOptions, "start_token", "trust_remote_code")),
-        Heading(
-            "Parallelism",
-            (
-                "num_processes", ParallelismOptions, "devices", "num_machines", "machine_rank", "main_process_ip",
-                "main_process_port", "ddp_timeout",
-            ),
-        ),
+        Heading("Parallelism", ("num_processes", ParallelismOptions, "devices", "ddp_timeout")),
         Heading(
             "Checkpoints and logging",
             (LoggingOptions, "max_seconds", "report_to", "eval_data", "eval_tasks", "early_stopping_patience"),
@@ -158,7 +152,7 @@ class DistillOptions(
         (),
         "Problems or tasks evaluated during training, with options of evaluate-answers or evaluate-tasks. Repeatable. "
         "Examples: test.jsonl:reward=gsm8k,max_prompts=200 and arc_easy:max_prompts=200.",
-        metavar="DATA:reward=REWARD[,KEY=VALUE,...]|TASK[=FOLDER],...[:KEY=VALUE,...]",
+        metavar="DATA:reward=REWARD[,KEY=VALUE,...]|TASK,...[:KEY=VALUE,...]",
         effect=REPORTING,
     )
     report_to: tuple[str, ...] = option(
@@ -168,19 +162,6 @@ class DistillOptions(
         effect=REPORTING,
     )
     num_processes: int = option(1, "Number of processes on this machine, each with one device.", min=1)
-    num_machines: int = option(
-        1,
-        "Number of machines with shared folders; each runs the command with its own --machine-rank. All use the "
-        "same --main-process-ip.",
-        min=1,
-    )
-    machine_rank: int = option(
-        0, "Index of this machine, from 0, when --num-machines is above 1.", min=0, is_recorded=False
-    )
-    main_process_ip: str = option("", "With --num-machines: address of the machine with index 0.", metavar="ADDRESS")
-    main_process_port: int = option(
-        29500, "With --num-machines: free port on the machine with index 0.", metavar="PORT", min=0, max=65535
-    )
     config: str = redeclared(
         ConfigOption,
         "config",
@@ -213,7 +194,7 @@ class OnPolicyDistillOptions(PromptOptions, SamplingOptions, OnPolicyOptions, Re
             "On-policy",
             (
                 PromptOptions, SamplingOptions, OnPolicyOptions, RewardOptions, "rollout_backend", "rollout_engine",
-                "rollout_server", "rollout_dtype", "rollout_batch_tokens", "stop_if",
+                "rollout_server", "rollout_dtype", "rollout_batch_tokens",
             ),
         ),
         *DistillOptions.HEADINGS[-2:],
@@ -244,12 +225,6 @@ class OnPolicyDistillOptions(PromptOptions, SamplingOptions, OnPolicyOptions, Re
     )
     rollout_batch_tokens: int = option(
         16384, "Tokens of prompts and completions generated at once, padding included.", min=1
-    )
-    stop_if: tuple[str, ...] = option(
-        (),
-        "Rollout metric and limit that end the run, such as 'entropy<0.05'. "
-        "Repeatable; docs/reference/metrics.md lists the metrics.",
-        metavar="METRIC<N|METRIC>N",
     )
 
 

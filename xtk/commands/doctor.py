@@ -39,18 +39,17 @@ class DoctorOptions(CorpusOptions, ForceOption, JsonOption, QuietOption, ConfigO
     """Options of `xtk doctor`."""
 
     MAIN_OPTIONS = (
-        "columns", "max_length", "top_k", "tokens_per_second", "output", "per_device_train_batch_size", "lora_r",
-        "num_processes", "html", "as_json",
+        "columns", "max_length", "output", "per_device_train_batch_size", "dtype", "lora_r", "num_processes", "html",
+        "as_json",
     )  # fmt: skip
     HEADINGS = (
         Heading("Data", (CorpusOptions, "long_documents", "max_length", "html")),
-        Heading("Planned cache", ("teacher_dtype", "top_k", "batch_tokens", "tokens_per_second")),
+        Heading("Planned cache", ("teacher_dtype", "batch_tokens")),
         Heading(
             "Planned training run",
             (
-                "output", "num_processes", "parallel", "per_device_train_batch_size", "gradient_accumulation_steps",
-                "max_batch_tokens", "dtype", "mixed_precision", "gradient_checkpointing", "attn_implementation",
-                "lora_r", "lora_target_modules", "ema_decay", "save_total_limit",
+                "output", "num_processes", "parallel", "per_device_train_batch_size", "max_batch_tokens", "dtype",
+                "mixed_precision", "gradient_checkpointing", "attn_implementation", "lora_r", "save_total_limit",
             ),
         ),
     )  # fmt: skip
@@ -74,24 +73,17 @@ class DoctorOptions(CorpusOptions, ForceOption, JsonOption, QuietOption, ConfigO
     long_documents: str = redeclared(CacheTeacherOptions, "long_documents")
     max_length: int = redeclared(DistillOptions, "max_length")
     teacher_dtype: str = redeclared(CacheTeacherOptions, "dtype")
-    top_k: int = option(0, "Number of stored tokens per position; 0: the default of cache-teacher.", min=0)
     batch_tokens: int = redeclared(CacheTeacherOptions, "batch_tokens", help="Tokens per forward pass of the teacher.")
-    tokens_per_second: float = option(
-        0.0, "Teacher speed that cache-teacher --estimate prints, to estimate its time; 0: no estimate.", min=0
-    )
     output: str = output_option("Output path of cache and student; its free disk space is checked.", "PATH", ".")
     num_processes: int = redeclared(DistillOptions, "num_processes")
     parallel: str = redeclared(DistillOptions, "parallel")
     per_device_train_batch_size: int = redeclared(DistillOptions, "per_device_train_batch_size")
-    gradient_accumulation_steps: int = redeclared(DistillOptions, "gradient_accumulation_steps")
     max_batch_tokens: int | None = redeclared(DistillOptions, "max_batch_tokens")
     dtype: str = redeclared(DistillOptions, "dtype", choices=MODEL_DTYPES)
     mixed_precision: str = redeclared(DistillOptions, "mixed_precision")
     gradient_checkpointing: bool = redeclared(DistillOptions, "gradient_checkpointing")
     attn_implementation: str = redeclared(DistillOptions, "attn_implementation")
     lora_r: int = redeclared(DistillOptions, "lora_r")
-    lora_target_modules: tuple[str, ...] = redeclared(DistillOptions, "lora_target_modules")
-    ema_decay: float = redeclared(DistillOptions, "ema_decay")
     save_total_limit: int = redeclared(DistillOptions, "save_total_limit")
 
 
@@ -172,12 +164,7 @@ def _write_page(inputs: DoctorInputs, path: Path, *, force: bool) -> None:
 
 
 def _print_findings(findings: list[Finding], names: Sequence[str], *, all_of_them: bool) -> None:
-    """Print errors and warnings, costs, how many checks have passed, and a verdict.
-
-    Args:
-        names: paths of the inputs, which are shortened in what is printed.
-        all_of_them: also print notes and passed checks.
-    """
+    """Print errors, warnings and costs (`all_of_them`: all findings), with shortened paths of the inputs, a verdict."""
     from xtk.doctor.doctor_inputs import LEVELS
 
     shortened = {name: short for name in names if (short := _shorten_path(name)) != name}
@@ -189,13 +176,13 @@ def _print_findings(findings: list[Finding], names: Sequence[str], *, all_of_the
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     failed = {finding.check for finding in findings if finding.level in ("error", "warning")}
     passed = len({finding.check for finding in findings} - failed)
-    notes = f", {_count(counts['note'], 'note')}" if counts["note"] else ""
-    terminal.result_line(f"{_count(passed, 'check')} passed{notes}{'' if all_of_them else ' (-v prints them)'}")
-    warnings = _count(counts["warning"], "warning")
+    notes = f", {terminal.count(counts['note'], 'note')}" if counts["note"] else ""
+    terminal.result_line(f"{terminal.count(passed, 'check')} passed{notes}{'' if all_of_them else ' (-v prints them)'}")
+    warnings = terminal.count(counts["warning"], "warning")
     verdict = f"ready: {warnings} to read before a long run" if counts["warning"] else "ready: no problem was found"
     if counts["error"]:
         more = f", {warnings}" if counts["warning"] else ""
-        verdict = f"{_count(counts['error'], 'error')}{more}: the run would fail; do what is after try:"
+        verdict = f"{terminal.count(counts['error'], 'error')}{more}: the run would fail; do what is after try:"
     terminal.result_line(verdict)
 
 
@@ -226,7 +213,3 @@ def _shorten_path(name: str) -> str:
         if path.is_relative_to(folder) and path != folder:
             return min(str(Path(prefix) / path.relative_to(folder)), name, key=len)
     return name if len(name) <= MAX_PATH else "/".join(("...", *path.parts[-2:]))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

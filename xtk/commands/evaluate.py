@@ -21,6 +21,7 @@ from xtk.commands.evaluated_models import (
     models_to_evaluate,
 )
 from xtk.errors import XtkError
+from xtk.files.atomic_files import nan_to_none
 from xtk.options.declaration import REQUIRED, Heading, argument, option
 from xtk.options.shared import CorpusOptions
 from xtk.terminal_tables import format_with_error, print_table
@@ -169,7 +170,7 @@ def _measured(
     others: Sequence[Tokenizer],
 ) -> _ModelResult:
     """Measure one model, on the bytes that it and the models of other tokenizers predict."""
-    from xtk.batches.losses_per_teacher import DistillationTeacher
+    from xtk.batches.losses_per_teacher import DistillationTeacher, note_missing_sample_logprobs
     from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
     from xtk.evaluation.cached_teacher_comparison import compare_with_teacher
     from xtk.evaluation.standard_errors import Ratio
@@ -191,6 +192,7 @@ def _measured(
     if cache is None:
         return _ModelResult(bits, {})
     teacher = DistillationTeacher(str(cache.header["teacher"]["name"]), str(cache.folder.name), cache, tokenizer)
+    note_missing_sample_logprobs([teacher])
     matching = teacher.token_matching(()) if teacher.has_exact_top1 else None
     measures = compare_with_teacher(model, tokenizer, cache, _objectives(teacher), matching, **sizes)
     if (distance := measures.pop(OVERLAP_LOSS, None)) is not None:
@@ -258,7 +260,7 @@ def _result_records(results: dict[str, _ModelResult], data: Sequence[str], teach
                 kind: _measure_with_error(
                     BITS_METRIC, ratio, None if result is first else first.bits.per_category.get(kind)
                 )
-                | {"bytes": int(ratio.counts.sum()), "bits": _nan_to_none(float(ratio.sums.sum()))}
+                | {"bytes": int(ratio.counts.sum()), "bits": nan_to_none(float(ratio.sums.sum()))}
                 for kind, ratio in bits.per_category.items()
             }
         yield line
@@ -266,16 +268,12 @@ def _result_records(results: dict[str, _ModelResult], data: Sequence[str], teach
 
 def _measure_with_error(measure: str, ratio: Ratio, reference: Ratio | None) -> dict[str, Any]:
     """Return a measure with its standard error, and the first model's difference to it."""
-    record: dict[str, Any] = {measure: _nan_to_none(ratio.value), f"{measure}_error": ratio.estimate().finite_error}
+    record: dict[str, Any] = {measure: nan_to_none(ratio.value), f"{measure}_error": ratio.estimate().finite_error}
     if reference is not None:
         gain = reference.difference(ratio)
         name = "difference" if measure == BITS_METRIC else f"{measure}_difference"
-        record |= {name: _nan_to_none(gain.value), f"{name}_error": gain.finite_error}
+        record |= {name: nan_to_none(gain.value), f"{name}_error": gain.finite_error}
     return record
-
-
-def _nan_to_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _print_bits_results(

@@ -86,6 +86,7 @@ def evaluate_answers(options: EvaluateAnswersOptions) -> None:
     from xtk.engines.backend import BackendConfig, backend_options
     from xtk.errors import XtkError
     from xtk.evaluation.generated_answers import evaluate_answers as evaluate_model
+    from xtk.models.causal_lm import free_device_memory
     from xtk.models.precision import resolve_dtype
     from xtk.models.resolver import ModelRef
     from xtk.name_registry import load_registered
@@ -141,6 +142,8 @@ def evaluate_answers(options: EvaluateAnswersOptions) -> None:
                     prompts, writer, tokenizer, sampling, rewards, num_generations=options.num_generations,
                     seed=options.seed, template_arguments=arguments, on_answer=keep,
                 )  # fmt: skip
+            del writer
+            free_device_memory()  # for the next one
     _print_reward_results(results, corpus, options)
 
 

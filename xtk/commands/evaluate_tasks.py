@@ -37,9 +37,8 @@ class EvaluateTasksOptions(EvaluatedModelOptions):
 
     tasks: tuple[str, ...] = argument(
         REQUIRED,
-        "Tasks of lm-evaluation-harness, such as mmlu,gsm8k; they bring their own data. NAME=FOLDER reads local "
-        "files of mmlu, humaneval_plus and mbpp_plus.",
-        metavar="TASK[=FOLDER]...",
+        "Tasks of lm-evaluation-harness, such as mmlu,gsm8k; they bring their own data.",
+        metavar="TASK...",
     )
     include_path: str = option(
         "", "Folder with additional tasks, as YAML files of lm-evaluation-harness.", metavar="FOLDER"
@@ -61,22 +60,20 @@ def evaluate_tasks(options: EvaluateTasksOptions) -> None:
 
     Examples:
         xtk evaluate-tasks ./student mmlu,gsm8k --compare-to ./baseline
-        xtk evaluate-tasks ./student mmlu=./mmlu --max-prompts 100 -o answers.jsonl
+        xtk evaluate-tasks ./student own_task --include-path ./tasks --max-prompts 100 -o answers.jsonl
     """
-    from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig, HarnessResults
-    from xtk.evaluation.local_task_data import parse_tasks
-    from xtk.models.causal_lm import max_context_length
+    from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig, HarnessResults, parse_task_names
+    from xtk.models.causal_lm import free_device_memory, max_context_length
     from xtk.rollouts.prompts import read_template_arguments
 
     terminal.set_quiet(options.quiet)
     text = ",".join(options.tasks)
-    if not text.strip(", "):
+    tasks = parse_task_names(text)
+    if not tasks:
         raise typer.BadParameter(f"{text!r} has no task; give names, such as gsm8k,mmlu")
     models = models_to_evaluate(options)
-    tasks, local = parse_tasks(text)
     config = HarnessConfig(
         tasks=tasks,
-        task_folders=local,
         include_path=options.include_path,
         num_fewshot=options.num_fewshot,
         limit=options.max_prompts,
@@ -95,6 +92,7 @@ def evaluate_tasks(options: EvaluateTasksOptions) -> None:
             for sample in results[name].samples:
                 write({"model": name, **sample})
             del model
+            free_device_memory()  # for the next one
     _print_task_results(results, config.tasks, options)
 
 

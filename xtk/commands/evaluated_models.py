@@ -80,16 +80,7 @@ def models_to_evaluate(
     if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
         raise XtkError("MODEL and --compare-to name the same model", where=twice, hint="give each model once")
     models = {name: base_model_and_adapter(resolve_model_folder(name, with_weights=True)) for name in names}
-    earlier: dict[ModelFolders, str] = {}
     for name, (folder, adapter) in models.items():
-        place = (folder.resolve(), adapter and adapter.resolve())
-        if place in earlier:
-            raise XtkError(
-                "two names refer to the same model",
-                where=", ".join(dict.fromkeys((earlier[place], name))),
-                hint="give each model once",
-            )
-        earlier[place] = name
         tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
         if load_registered(GENERATORS, backend, "backend").runs_loaded_model:  # vllm also loads other formats
             check_loadable(ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code), tokenizer)

@@ -29,10 +29,6 @@ class ExportOptions(TrustRemoteCodeOption, ForceOption, JsonOption, QuietOption,
         "Results for the model card: output of xtk evaluate --json or lm-evaluation-harness. Repeatable.",
         metavar="FILE",
     )
-    gguf: str = option("", "Also write model.gguf with this weight type: f16, bf16 or q8_0.", metavar="TYPE")
-    gguf_converter: str = option(
-        "", "Path of llama.cpp's convert_hf_to_gguf.py. Default: the one on the PATH.", metavar="PATH"
-    )
     push_to_hub: str = option(
         "", "Hugging Face repository to upload the folder to; uses the token of hf auth login.", metavar="OWNER/NAME"
     )
@@ -74,8 +70,6 @@ def export(options: ExportOptions) -> None:
         options.dtype,
         options.max_shard_size,
         tuple(map(Path, options.evaluation)),
-        options.gguf,
-        options.gguf_converter,
     )
     record = write(wanted, Path(options.output), force=options.force, trust_remote_code=options.trust_remote_code)
     if options.push_to_hub:

@@ -10,7 +10,6 @@ from typing import Any
 import typer
 
 from xtk import terminal
-from xtk.commands.inspect_other_files import describe_folder, describe_other_file
 from xtk.commands.inspect_printing import print_description
 from xtk.commands.projection_rows import print_projection_rows
 from xtk.errors import XtkError
@@ -24,10 +23,9 @@ class InspectOptions(ForceOption, JsonOption, QuietOption, ConfigOption, Command
 
     artifacts: tuple[str, ...] = argument(
         REQUIRED,
-        "Projections, caches, shards, runs, models, data files, or a folder of these; - for standard input.",
+        "Projections, caches, shards, rollouts, runs, models or tokenizers; - for standard input.",
         metavar="ARTIFACT...",
     )
-    everything: bool = option(False, "Print all values, unrounded.", flags=("--all",))
     token: tuple[str, ...] = option(
         (),
         "Print a student token's row of a projection. Give PROJECTION STUDENT TEACHER to see the tokens' text. "
@@ -61,7 +59,7 @@ def inspect(options: InspectOptions) -> None:
         else:
             if number:
                 terminal.result_line("")
-            print_description(record, everything=options.everything)
+            print_description(record)
 
 
 def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
@@ -91,7 +89,16 @@ def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
         return _describe_run(path, verify=options.verify)
     if any((path / name).is_file() for name in ("config.json", "tokenizer.json", "tokenizer.model", "tekken.json")):
         return _describe_model(path, verify=options.verify)
-    return describe_folder(path)
+    raise _unknown_kind("folder", path)
+
+
+def _unknown_kind(noun: str, path: Path) -> XtkError:
+    return XtkError(
+        f"this {noun} is not of a kind that xtk inspects",
+        where=str(path),
+        hint="give a teacher cache, projection, rollout file, run, model or tokenizer; "
+        "instead of a file inside, its folder",
+    )
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
@@ -112,7 +119,7 @@ def _describe_file(path: Path) -> dict[str, Any]:
     is_truncated = len(start) > 8 and HEADER_PREFIX.startswith(start[8:])
     if is_truncated or has_projection_metadata(path):
         return _describe_projection(path)
-    return describe_other_file(path)
+    raise _unknown_kind("file", path)
 
 
 def _describe_vocabulary_order(path: Path) -> dict[str, Any]:
@@ -142,10 +149,15 @@ def _describe_projection(path: Path) -> dict[str, Any]:
 
 def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
     from xtk.cache import statistics as cache_statistics
-    from xtk.cache.reader import TeacherCache
-    from xtk.commands.cache import open_verified
+    from xtk.cache.reader import TeacherCache, check_unfinished_cache
+    from xtk.files.storage_folders import open_folder
 
-    cache = open_verified(place) if options.verify else TeacherCache(place)
+    if options.verify:
+        check_unfinished_cache(open_folder(place))
+    cache = TeacherCache(place)
+    if options.verify:
+        cache.verify()
+        cache.teacher_tokenizer  # noqa: B018 (its fingerprint is compared)
     page_request = ""
     if options.html:
         from xtk.files.atomic_files import canonical_json, sha256

@@ -1,4 +1,4 @@
-"""What `xtk inspect` prints about an artifact: a headline, groups of rounded values, or all values."""
+"""What `xtk inspect` prints about an artifact: a headline, and groups of rounded values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from xtk import terminal
 
 MAX_LIST_ITEMS = 10  # longest list that is printed in full
 NO_SEPARATORS = ("seed", "steps", "step", "algorithm_version")
+ROW_KINDS = ("exact", "special", "composed", "mapped", "unmapped", "padding")  # of a projection
 _SHA256 = re.compile(r"(sha256:[0-9a-f]{8})[0-9a-f]{56}")
 # Kinds in other words than those of --json.
 KINDS = {
@@ -18,8 +19,6 @@ KINDS = {
     "teacher-cache-vocabulary-order": "tokens of a teacher cache by frequency",
     "student": "model trained by xtk distill",
     "unfinished student": "unfinished run of xtk distill",
-    "gguf-model": "GGUF model",
-    "quickstart": "folder of a quickstart",
 }
 # Values by kind and group, as paths in the JSON record; `*`: one line for each value of an object.
 GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -61,45 +60,55 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "model": {"Tokenizer": ("header.tokenizer", "header.template", "statistics.special_tokens", "statistics.family")},
     "tokenizer": {"Tokenizer": ("header.*", "statistics.*")},
-    "gguf-model": {"Model": ("header.*", "statistics.tensors", "statistics.bits_per_parameter")},
-    "data": {},
 }  # fmt: skip
 GROUPS["unfinished student"] = GROUPS["student"]
 
 
-def print_description(record: dict[str, Any], *, everything: bool) -> None:
-    """Print an artifact's kind, its headline, and groups of values; `everything`: all values, unrounded."""
+def print_description(record: dict[str, Any]) -> None:
+    """Print an artifact's kind, its headline, and groups of values."""
     kind = record["kind"]
     terminal.result_line(f"{record['path']}: {KINDS.get(kind, kind)}")
     if headline := _headline(record):
         terminal.result_line(f"  {headline}")
-    for title, lines in (_all_values(record) if everything else _groups(record)).items():
+    for title, lines in _groups(record).items():
         if lines:
             terminal.result_line("")
             terminal.result_heading(title)
             width = max(len(label) for label, _ in lines)
             for label, text in lines:
                 terminal.result_line(f"  {label:{width}}  {text}".rstrip())
-    for title, entries in _lists(record).items():
+    if kind == "projection" and "audit" in record["header"]:
         terminal.result_line("")
-        terminal.result_heading(title)
-        for line in entries:
+        terminal.result_heading("Audit")
+        for line in _audit_lines(record["header"]["audit"]):
             terminal.result_line(f"  {line}")
 
 
-def _lists(record: dict[str, Any]) -> dict[str, list[str]]:
-    """Return lines by title: a projection's audit, what is in a folder, commands that read a file."""
-    from xtk.pages.projection_audit import audit_lines
+def _audit_lines(audit: dict[str, Any]) -> Iterator[str]:
+    """Yield the numbers of student tokens by kind, the table of categories, and the warning if there is one."""
+    from xtk.projection.coverage_audit import audit_warning
+    from xtk.projection.token_categories import CATEGORIES
+    from xtk.terminal_tables import plain_lines
 
-    statistics, titles = record["statistics"], {}
-    if record["kind"] == "projection" and "audit" in record["header"]:
-        titles["Audit"] = [line.removeprefix("    ") for line in list(audit_lines(record["header"]["audit"]))[1:]]
-    if contents := statistics.get("contents"):
-        width = max(map(len, contents))
-        titles["Contents"] = [f"{name:{width}}  {kind}" for name, kind in contents.items()]
-    if commands := statistics.get("commands"):
-        titles["Commands that read it" if "contents" not in statistics else "Next"] = commands
-    return titles
+    counts = audit["rows"]
+    yield f"rows: {', '.join(f'{counts[kind]:,} {kind}' for kind in ROW_KINDS if kind in counts)}"
+    unreached = audit["unreachable_teacher_tokens"]
+    yield f"unmapped mass {audit['unmapped_mass']:.2%}; unreachable teacher tokens: {unreached:,}"
+    stored = audit.get("categories") or {}
+    rows = [["category", "student", "unmatched", "teacher", "unmatched", "unmapped mass", "unreachable"]]
+    for name in (name for name in CATEGORIES if name in stored):
+        row, figures = [name], stored[name]
+        for side in ("student", "teacher"):
+            count = figures[f"{side}_tokens"]
+            row += [f"{count:,}", f"{figures[f'unmatched_{side}_tokens'] / max(count, 1):.1%}"]
+        if "unmapped_mass" in figures:  # stored by build-projection, not by prune-projection
+            row += [f"{figures['unmapped_mass']:.2%}", f"{figures['unreachable_teacher_tokens']:,}"]
+        rows.append(row)
+    if stored:
+        width = len(rows[-1])
+        yield from ("", *plain_lines([row[:width] for row in rows], [False] + [True] * (width - 1)))
+    if warned := audit_warning(audit):
+        yield from ("", *warned.splitlines())
 
 
 def _headline(record: dict[str, Any]) -> str:
@@ -121,13 +130,11 @@ def _headline(record: dict[str, Any]) -> str:
             parts.append(f"unmapped mass {figures['unmapped_mass']:.2%}")
         case "student" | "unfinished student":
             parts = _run_headline(header, figures)
-        case "model" | "gguf-model":
+        case "model":
             parts = [f"{figures['parameters']:,} parameters"]
             parts += [f"{header['tokens']:,} tokens"] if "tokens" in header else []
         case "tokenizer":
             parts = [f"{header['tokens']:,} tokens, {figures['special_tokens']:,} special tokens"]
-        case "data":
-            parts = [terminal.format_bytes(figures["bytes"]), f"columns: {', '.join(figures['columns'])}"]
         case _:
             parts = [terminal.format_bytes(figures["bytes"])] if "bytes" in figures else []
     if "verified" in figures:
@@ -162,7 +169,7 @@ def _values_at(record: dict[str, Any], path: str) -> Iterator[tuple[str, str]]:
     if not isinstance(value, Mapping):
         return
     for name, part in value.items() if last == "*" else [(last, value.get(last))]:
-        hidden = name in ("commands", "contents", "verified", "audit", "kind") or part in (None, "", [], {})
+        hidden = name in ("verified", "audit", "kind") or part in (None, "", [], {})
         if not hidden:
             yield name.replace("_", " "), _rounded(name, part)
 
@@ -183,23 +190,3 @@ def _rounded(name: str, value: Any) -> str:
             return f"{len(value):,} entries (--json prints them)"
         return " + ".join(map(str, value)) if name == "losses" else ", ".join(_rounded(name, part) for part in value)
     return _SHA256.sub(r"\1", str(value))
-
-
-def _all_values(record: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """Return (dotted name, unrounded value) of everything that --json prints."""
-    return {
-        "Header": list(_flatten({key: part for key, part in record["header"].items() if key != "audit"})),
-        "Statistics": [pair for pair in _flatten(record["statistics"]) if pair[0].split(".")[0] != "contents"],
-    }
-
-
-def _flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in content.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        elif isinstance(value, list) and len(value) > MAX_LIST_ITEMS:
-            yield prefix + name, f"{len(value)} entries (--json prints them)"
-        elif isinstance(value, list):
-            yield prefix + name, ", ".join(map(str, value))
-        else:
-            yield prefix + name, "" if value is None else str(value)

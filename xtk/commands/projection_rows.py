@@ -17,12 +17,7 @@ TEXT_PREFIX = "text:"
 
 
 def print_projection_rows(places: Sequence[str], tokens: Sequence[str], *, as_json: bool) -> None:
-    """Print rows of a projection.
-
-    Args:
-        places: the projection, and perhaps its two tokenizers, in any order.
-        tokens: ids of student tokens, or `text:TEXT`.
-    """
+    """Print rows of the projection `places[0]`; its tokenizers may follow. `tokens`: ids, or `text:TEXT`."""
     from xtk.projection.file import read_projection
 
     projection = read_projection(Path(places[0]))

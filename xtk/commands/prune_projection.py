@@ -21,38 +21,27 @@ class PruneProjectionOptions(ForceOption, JsonOption, QuietOption, ConfigOption,
     renormalize: bool = option(
         False, "Scale each row back to the sum that it had before pruning; without it, removed weight is lost."
     )
-    merge: tuple[str, ...] = option(
-        (),
-        "Another projection of the same tokenizers and its weight in the average, taken before pruning. "
-        "Repeatable; PROJECTION has the remaining weight.",
-        metavar="OTHER=WEIGHT",
-    )
 
 
 def prune_projection(options: PruneProjectionOptions) -> None:
-    """Make a projection smaller, or average several.
+    """Make a projection smaller.
 
     Examples:
         xtk prune-projection projection.safetensors --top-k 4 -o pruned.safetensors
-        xtk prune-projection a.safetensors --merge b.safetensors=0.5 -o average.safetensors
+        xtk prune-projection projection.safetensors --mass 0.9 --renormalize -o pruned.safetensors
     """
     from pathlib import Path
 
     from xtk.files.output import Output
     from xtk.projection.file import PROJECTION, read_projection, write_projection
-    from xtk.projection.merge_projections import merge_projections
     from xtk.projection.prune import prune_projection as prune
 
     terminal.set_quiet(options.quiet)
-    first, path = terminal.path_argument(options.projection), Path(options.output)
-    others = [_parse_merge(value) for value in options.merge or ()]
-    output = Output(path, PROJECTION, force=options.force, inputs=[first, *(name for name, _ in others)])
+    source, path = terminal.path_argument(options.projection), Path(options.output)
+    output = Output(path, PROJECTION, force=options.force, inputs=[source])
     output.find_finished()
-    source = read_projection(Path(first))
-    if others:
-        source = merge_projections(source, [(read_projection(Path(name)), weight) for name, weight in others])
     pruned = prune(
-        source,
+        read_projection(Path(source)),
         top_k=options.top_k or None,
         min_weight=options.min_weight,
         mass=options.mass,
@@ -63,15 +52,3 @@ def prune_projection(options: PruneProjectionOptions) -> None:
     terminal.result_artifact(
         {"path": options.output, "kind": "projection", **pruned.summary()}, as_json=options.as_json
     )
-
-
-def _parse_merge(value: str) -> tuple[str, float]:
-    """Return path and weight of `--merge OTHER=WEIGHT`."""
-    from xtk.errors import XtkError
-    from xtk.options.spec_parsing import parse_number
-
-    name, _, number = value.rpartition("=")
-    example = "for example --merge other.safetensors=0.5"
-    if not name:
-        raise XtkError(f"--merge is {value!r}, but must be OTHER=WEIGHT", hint=f"use {example}")
-    return name, parse_number(number, float, f"the weight of --merge {value}", example)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from xtk import terminal
 from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, options_of, output_option
-from xtk.options.query_teacher_options import ECHO, ServiceOptions
-from xtk.options.shared import ConfigOption, CorpusOptions, JsonOption, QuietOption
+from xtk.options.shared import ECHO, ConfigOption, CorpusOptions, JsonOption, QuietOption, ServiceOptions
 
 
 @dataclass(frozen=True, kw_only=True)

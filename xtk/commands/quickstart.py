@@ -25,9 +25,9 @@ def quickstart(options: QuickstartOptions) -> None:
     """Distill a small student across tokenizers on a CPU.
 
     Trains two tokenizers and a teacher on Python's documentation and runs xtk commands, which are printed. Ends with
-    a table of held-out bits per byte: teacher, student trained with cross-entropy only, and distilled student. Takes
-    about five minutes on two CPU cores. With --real, SmolLM2-135M-Instruct learns functions of Python's standard
-    library from Qwen2.5-Coder-0.5B-Instruct, in about 20 minutes, and generated samples are printed too.
+    a table of held-out bits per byte (teacher, student trained with cross-entropy only, distilled student) and with
+    generated samples. Takes about five minutes on two CPU cores. With --real, SmolLM2-135M-Instruct learns functions of
+    Python's standard library from Qwen2.5-Coder-0.5B-Instruct, in about 20 minutes.
 
     Examples:
         xtk quickstart --real -o quickstart

@@ -12,16 +12,11 @@ from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, 
 from xtk.options.shared import ConfigOption, ForceOption, JsonOption, QuietOption
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
-
-    from markupsafe import Markup
 
     from xtk.evaluation.evaluation_result_files import EvaluationResult
     from xtk.pages.report_html import ReportedRun
-    from xtk.text.tokenizer import Tokenizer
-
-ALIGNED_DOCUMENTS = 3  # documents shown span by span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,41 +42,25 @@ class ReportOptions(ForceOption, JsonOption, QuietOption, ConfigOption, CommandO
     teacher: str = option(
         "", "Name of the teacher in --evaluation: its bits per byte are shown with those of the runs.", metavar="MODEL"
     )
-    samples: tuple[str, ...] = option(
-        (),
-        "Completions to show by prompt: output file of xtk rollout or xtk evaluate-answers. Repeatable.",
-        metavar="FILE",
-    )
-    cache: str = option(
-        "",
-        "Teacher cache to describe: stored mass, alignment with the student, coverage of its projection.",
-        metavar="CACHE",
-    )
-    projection: str = option(
-        "",
-        "Projection file whose coverage of the vocabularies is shown. Default: with --cache, one is built; else none.",
-        metavar="PROJECTION",
-    )
 
 
 def report(options: ReportOptions) -> None:
     """Write an HTML page about one or several runs.
 
-    The page has curves, numbers, options and samples. It is one file without scripts or external resources. Run the
-    same command again to update the page of an unfinished run.
+    The page has curves, numbers, options, and completions of on-policy runs. It is one file without scripts or external
+    resources. Run the same command again to update the page of an unfinished run.
 
     Examples:
         xtk report run -o report.html
-        xtk report sweep/* --evaluation results.json --cache cache -o report.html
+        xtk report sweep/* --evaluation results.json -o report.html
     """
     import json
     from pathlib import Path
 
     from xtk.errors import XtkError
     from xtk.evaluation.evaluation_result_files import read_results, shorten_names
-    from xtk.files.atomic_files import read_json_lines, sha256
+    from xtk.files.atomic_files import sha256
     from xtk.files.output import Output
-    from xtk.pages.completions_html import read_samples
     from xtk.pages.html_page import PAGE, write_page
     from xtk.pages.report_html import report_page
 
@@ -99,17 +78,13 @@ def report(options: ReportOptions) -> None:
             where=", ".join(options.runs),
             hint="give output folders of xtk distill",
         )
-    evaluations, texts, baselines = (
-        list(some or ()) for some in (options.evaluation, options.samples, options.baseline)
-    )
+    evaluations, baselines = list(options.evaluation), list(options.baseline)
     if baselines and not evaluations:
         raise typer.BadParameter(
             "--baseline needs --evaluation; add --evaluation FILE with the output of xtk evaluate --json"
         )
-    inputs = {"runs": named, "evaluations": evaluations, "baselines": baselines, "samples": texts}
-    request = sha256(
-        json.dumps({**inputs, "cache": options.cache, "projection": options.projection, "teacher": options.teacher})
-    )
+    inputs = {"runs": named, "evaluations": evaluations, "baselines": baselines, "teacher": options.teacher}
+    request = sha256(json.dumps(inputs))
     Output(Path(options.output), PAGE, force=options.force, inputs=options.runs).find_finished(request)
     named = _started_runs(named, required=set(options.runs))
     places = {path: str(Path(path).resolve()) for path in named}
@@ -119,13 +94,7 @@ def report(options: ReportOptions) -> None:
     names = shorten_names(places.values())
     shown = [_read_run(Path(path), names[place]) for path, place in places.items()]
     results = [result for file in evaluations for result in read_results(Path(file))]
-    generated = read_samples([(Path(file), read_json_lines(Path(file))) for file in texts])
-    sections: list[tuple[str, Markup]] = []
-    if options.cache or options.projection:
-        sections += _alignment_sections(options.cache, Path(named[0]), options.projection)
-    if options.cache:
-        sections.append((f"Cache {options.cache}", _cache(options.cache)))
-    page = report_page(shown, results, baselines, generated, sections, request, _teacher_bits(results, options.teacher))
+    page = report_page(shown, results, baselines, request, _teacher_bits(results, options.teacher))
     write_page(Path(options.output), page)
     records = [
         {"path": run.path, "state": run.state, "command": run.command, "metrics": run.last_values()} for run in shown
@@ -199,70 +168,3 @@ def _read_run(path: Path, name: str) -> ReportedRun:
     return ReportedRun(
         name, str(path), state, run_fingerprint(recipe), recipe, metrics, samples, command, held_out, best_step
     )
-
-
-def _cache(place: str) -> Markup:
-    """Return statistics of a cache, as HTML."""
-    from xtk.cache import statistics as cache_statistics
-    from xtk.cache.reader import TeacherCache
-    from xtk.pages.teacher_cache_html import cache_sections
-
-    cache = TeacherCache(place)
-    positions = cache_statistics.sample_positions(cache)
-    documents = len(cache_statistics.evenly_spaced_indices(cache, cache_statistics.SAMPLE_DOCUMENTS))
-    record = {
-        "path": place,
-        "header": cache.header,
-        "statistics": cache_statistics.summarize_cache(cache, positions, documents),
-    }
-    return cache_sections(record, positions)
-
-
-def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[tuple[str, Markup]]:
-    """Yield titles and contents of sections: alignment with the teacher of a cache, audit of a projection."""
-    from pathlib import Path
-
-    from markupsafe import Markup
-
-    from xtk.cache import statistics as cache_statistics
-    from xtk.cache.reader import TeacherCache
-    from xtk.pages.alignment_html import alignment_sections
-    from xtk.pages.projection_audit import audit_sections
-    from xtk.projection.disk_cache import cached_projection
-    from xtk.projection.file import read_projection
-    from xtk.text.alignment_statistics import AlignmentStatistics, align_documents
-
-    audited = read_projection(Path(projection)).header["audit"] if projection else None
-    student = _run_tokenizer(run) if cache else None
-    if student is not None:
-        opened = TeacherCache(cache)
-        teacher = opened.teacher_tokenizer
-        if student.fingerprint == teacher.fingerprint:
-            yield "Alignment", Markup("<p>Student and teacher have the same tokenizer.</p>\n")
-        else:
-            statistics = AlignmentStatistics(student, teacher)
-            documents = [
-                opened.read_document(at).document
-                for at in cache_statistics.evenly_spaced_indices(opened, cache_statistics.SAMPLE_DOCUMENTS)
-            ]
-            for group in align_documents(documents, student, teacher):
-                statistics.add(group)
-            worst = statistics.worst_documents[:ALIGNED_DOCUMENTS]
-            yield "Alignment", alignment_sections(statistics.to_json(), worst, student, teacher)
-            audited = audited or cached_projection(student, teacher).header["audit"]
-    if audited:
-        yield "Audit of the projection", audit_sections(audited)
-
-
-def _run_tokenizer(run: Path) -> Tokenizer | None:
-    """Return the tokenizer of a run or of its last checkpoint; None if it has none yet."""
-    from contextlib import suppress
-
-    from xtk.errors import XtkError
-    from xtk.files.run_names import list_checkpoints
-    from xtk.text.tokenizer import Tokenizer
-
-    for folder in (run, *(path for _, path in reversed(list_checkpoints(run)))):
-        with suppress(XtkError):
-            return Tokenizer(folder, name="student")
-    return None

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from xtk.rollouts.rollout_record import Prompt, Rollout
     from xtk.text.tokenizer import Tokenizer
 
-COMPLETIONS_PER_BATCH = 256
-
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions(
@@ -194,7 +192,7 @@ def rollout(options: RolloutOptions) -> None:
     request = _request_fingerprint(options, weights, tokenizer, prompts, template_arguments)
 
     def generate(generator: Generator) -> Iterator[tuple[Prompt, list[Rollout]]]:
-        size = max(1, COMPLETIONS_PER_BATCH // options.num_generations)
+        size = max(1, backend.completions_at_once // options.num_generations)
         for start in range(0, len(prompts), size):
             group = prompts[start : start + size]
             generated = generate_rollouts(

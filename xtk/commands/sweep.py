@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 import os
+import re
 import shlex
 import signal
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from xtk import terminal
-from xtk.commands.distill_options import DISTILL_COMMANDS
-from xtk.options.declaration import CommandOptions, argument, option, output_option
+from xtk.commands.command_from_options import build_command, config_name, options_from_command_line
+from xtk.commands.distill import distill, distill_on_policy, replace_piped_arguments
+from xtk.commands.distill_options import DISTILL_COMMANDS, DistillOptions
+from xtk.commands.usage_errors import usage_error
+from xtk.errors import ResumableStop, XtkError
+from xtk.name_registry import unknown_name_error
+from xtk.options.declaration import CommandOptions, argument, declared_options, option, output_option
 from xtk.options.shared import ForceOption, QuietOption
+from xtk.options.spec_parsing import parse_pair
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from xtk.commands.sweep_plan import PlannedRun
-
+FUNCTIONS = {"distill": distill, "distill-on-policy": distill_on_policy}
+# Set by the sweep itself.
+FIXED_OPTIONS = ("output", "help", "json", "quiet", "force", "max-seconds")
+MAX_NAME_LENGTH = 150
 MAX_ERROR_LINES = 12
 SEED_OPTION = "seed"
-PROGRESS_BYTES = 4096  # at the end of a log, searched for the progress of the run
 LOG_PREFIX = "$ "  # precedes the command of the run in its log
 # Metrics shown in the table, and their column titles.
 COLUMN_TITLES = {
@@ -36,11 +44,8 @@ COLUMN_TITLES = {
     "ce": "ce",
     "reward": "reward",
     "eval_bits_per_byte": "bits per byte",
-    "tokens_per_second": "tokens/s",
-    "training_seconds": "seconds",
 }
 MIN_SHOWN_ERROR = 1e-4  # of errors that four decimals show
-INTEGER_METRICS = ("steps", "tokens_per_second", "training_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,22 +59,12 @@ class SweepOptions(ForceOption, QuietOption, CommandOptions):
         metavar="[STUDENT] [CACHE...] [DISTILL OPTION...]",
         show_default=False,
     )
-    command: str = option(
-        "distill",
-        "Command of the runs, unless a line of --runs begins with xtk and another one.",
-        choices=tuple(DISTILL_COMMANDS),
-    )
+    command: str = option("distill", "Command of the runs.", choices=tuple(DISTILL_COMMANDS))
     vary: tuple[str, ...] = option(
         (),
         "Option of the command with its values, such as 'seed=0 1 2'; repeat it for all combinations. Quoted values: "
         "\"loss=alm 'ce byte-kl'\" runs --loss alm, then --loss ce --loss byte-kl.",
         metavar="NAME=VALUE...",
-    )
-    runs: str = option(
-        "",
-        "File with one run per line: its additional arguments; - for standard input. -o NAME on a line "
-        "names the run; # starts a comment.",
-        metavar="FILE",
     )
     dry_run: bool = option(False, "Print the commands, for sh or GNU parallel, and run none.")
     max_seconds: float = option(
@@ -80,49 +75,57 @@ class SweepOptions(ForceOption, QuietOption, CommandOptions):
     as_json: bool = option(False, "Print one JSON object per run instead of the table.", flags=("--json",))
 
 
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a sweep: its name, output folder, command line after `xtk`, and options as the command parses them."""
+
+    name: str
+    folder: Path
+    arguments: tuple[str, ...]
+    options: DistillOptions
+
+    @property
+    def log(self) -> Path:
+        """The file with its command and output."""
+        return self.folder.with_name(f"{self.name}.log")
+
+
 def sweep(options: SweepOptions) -> None:
     """Run distill or distill-on-policy with several settings, one after another.
 
-    All runs are checked before the first one starts. A failed run does not end the sweep. The same command resumes: it
-    repeats failed and unfinished runs only, and prints a table of results at the end.
+    A failed run does not end the sweep. The same command resumes: finished runs stay, failed and unfinished ones are
+    repeated. It prints a table of results at the end.
 
     Examples:
         xtk sweep ./student cache --vary 'loss=byte-kl alm' --vary 'seed=0 1 2' --max-steps 500 -o sweep
-        xtk sweep ./student cache --runs runs.txt --dry-run -o sweep
+        xtk sweep ./student cache --vary 'seed=0 1 2' --dry-run -o sweep
     """
-    started = time.monotonic()
-    from xtk.commands.distill import replace_piped_arguments
-    from xtk.commands.sweep_plan import plan_runs, varying_options
-    from xtk.errors import XtkError
+    deadline = time.monotonic() + options.max_seconds if options.max_seconds else math.inf
     from xtk.files.output import Output, OutputKind
+    from xtk.parallel.graceful_stop import exit_resumable_on_signal
     from xtk.terminal_tables import print_table
 
     terminal.set_quiet(options.quiet)
     folder, common = Path(options.output), list(options.arguments)
-    piped = {"-", "--projection=-"} & set(common)
-    if piped and options.runs == "-":
-        raise typer.BadParameter("only one of --runs and the shared arguments can be read from standard input (-)")
-    if piped:
+    if {"-", "--projection=-"} & set(common):
         common = replace_piped_arguments(common, terminal.path_argument("-"))
-    planned = plan_runs(common, _read_run_list(options.runs), options.vary, folder, options.command)
+    planned = plan_runs(common, options.vary, folder, options.command)
     if options.dry_run:
         limit = ["--max-seconds", f"{options.max_seconds:g}"] if options.max_seconds else []
         again = ["--force"] if options.force else []
         for run in planned:
-            terminal.result_line_unescaped(shlex.join(["xtk", run.command, *run.arguments, *limit, *again]))
+            terminal.result_line_unescaped(shlex.join(["xtk", *run.arguments, *limit, *again]))
         return
     output = Output(folder, OutputKind[None]("a sweep", is_folder=True))
     if (folder / "recipe.json").is_file():
         raise XtkError(
             "the output folder is a run of xtk distill, not of a sweep", where=options.output, hint="use another -o"
         )
-    from xtk.parallel.graceful_stop import exit_resumable_on_signal
-
+    for run in planned:
+        Output(run.log, OutputKind[None]("the log of a run", _is_log, has_force=False)).find_finished()
     exit_resumable_on_signal()
     with output.lock():
-        failed = _run_all(
-            planned, folder, started + options.max_seconds if options.max_seconds else None, force=options.force
-        )
+        failed = _run_all(planned, deadline, force=options.force)
     varies = varying_options(planned)
     records = [run_record(run, varied, failed.get(run.name, 0)) for run, varied in zip(planned, varies, strict=True)]
     if options.as_json:
@@ -139,142 +142,189 @@ def sweep(options: SweepOptions) -> None:
         )
 
 
-def _read_run_list(runs: str) -> list[tuple[str, str]]:
-    """Return (place, text) of each line of a --runs file, without comments and empty lines."""
-    from xtk.errors import XtkError
+def plan_runs(
+    arguments: Sequence[str], vary: Sequence[str], folder: Path, command: str = "distill"
+) -> list[PlannedRun]:
+    """Return the runs of a sweep: all combinations of varied values; the last option varies fastest.
 
-    if not runs:
-        return []
+    `vary`: `NAME=VALUE VALUE`, an option and its values; a repeated option gets more values.
+    """
+    if not vary:
+        raise XtkError("--vary is missing", hint="add --vary 'seed=0 1 2'")
+    parser = build_command(FUNCTIONS[command], command)
+    runs: list[PlannedRun] = []
+    equal: dict[str, str] = {}
+    for chosen in itertools.product(*_varied_arguments(parser, vary)):
+        name = ",".join(part for part, _, _ in chosen)
+        if len(name) > MAX_NAME_LENGTH:
+            name = f"{name[:MAX_NAME_LENGTH]}-{_hash(name)}"
+        words = [word for _, before, _ in chosen for word in before]
+        words += [*arguments, *(word for _, _, after in chosen for word in after), "-o", str(folder / name)]
+        run = PlannedRun(name, folder / name, (command, *words), _parse(parser, command, name, words))
+        if (same := equal.setdefault(repr(replace(run.options, output="")), name)) != name:
+            raise XtkError(
+                f"the runs {same} and {name} have the same options",
+                where=shlex.join(words[:-2]),
+                hint="remove one of them; an option of --vary must not also be among the arguments that all runs share",
+            )
+        if name.endswith(".log"):
+            raise XtkError(f"the name of the run {name} ends in .log, as logs do", hint="vary another option last")
+        runs.append(run)
+    return runs
+
+
+def _parse(parser: Any, command: str, name: str, words: Sequence[str]) -> DistillOptions:
+    """Return the options of a run as its command parses them, without opening its inputs."""
     try:
-        lines = terminal.piped_lines() if runs == "-" else Path(runs).read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError:
-        raise XtkError("the --runs file is not valid UTF-8", where=runs, hint="save the file as UTF-8") from None
-    place = "stdin" if runs == "-" else runs
-    numbered = [
-        (f"{place}, line {number}", line)
-        for number, line in enumerate(lines, 1)
-        if line.strip() and not line.lstrip().startswith("#")
-    ]
-    if not numbered:
+        context = parser.make_context(f"xtk {command}", list(words))
+        options: DistillOptions = options_from_command_line(DISTILL_COMMANDS[command], context.params)
+    except XtkError as error:
+        named = XtkError(f"{name}: {error.what}", where=error.where, hint=error.hint)
+        named.exit_code = error.exit_code
+        raise named from None
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        raise typer.BadParameter(
+            f"xtk {command} refuses the options of the run {name}: {usage_error(error).what}"
+        ) from None
+    return options
+
+
+def _varied_arguments(parser: Any, vary: Sequence[str]) -> list[list[tuple[str, list[str], list[str]]]]:
+    """Return, for each varied option, (name, arguments before the shared ones, arguments after them) of its values."""
+    parameters = {config_name(parameter): parameter for parameter in parser.params}
+    known = [name for name in parameters if name not in FIXED_OPTIONS]
+    values_of: dict[str, list[str]] = {}
+    for text in vary:
+        key, values = parse_pair(text, f"--vary {text}")
+        name = key.replace("_", "-")
+        if name not in known:
+            raise unknown_name_error("option of --vary", name, known)
+        words = _split_words(values, f"--vary {text}")
+        if not words:
+            raise typer.BadParameter(f"--vary {text}: {name} has no value; write values after =, such as {name}=VALUE")
+        values_of.setdefault(name, []).extend(words)
+    varied = []
+    for name, listed in values_of.items():
+        parts: dict[str, tuple[list[str], list[str]]] = {}
+        for value in listed:
+            # Characters that are special in shells or file systems become -; words of a list are joined by +.
+            safe = re.sub(r"[^\w.+=-]+", "-", "+".join(value.strip("/").split()), flags=re.ASCII).rstrip("-")
+            named = f"{name}={safe}"
+            while named in parts:
+                named += f"-{_hash(value)}"
+            parts[named] = _arguments_of_value(parameters[name], name, value)
+        varied.append([(named, before, after) for named, (before, after) in parts.items()])
+    return varied
+
+
+def _arguments_of_value(parameter: Any, name: str, value: str) -> tuple[list[str], list[str]]:
+    """Return what a value of an option adds to a run: arguments before the shared ones, and after them."""
+    if getattr(parameter, "is_flag", False):
+        if value not in ("true", "false"):
+            raise typer.BadParameter(f"--vary {name}={value}: the value must be true or false")
+        return [], (parameter.opts if value == "true" else parameter.secondary_opts)[:1]
+    several = getattr(parameter, "multiple", False) or parameter.nargs == -1
+    words = _split_words(value, f"--vary {name}={value}") if several else [value]
+    if parameter.param_type_name == "argument":
+        return ([], words) if several else (words, [])
+    return [], [part for word in words
+                for part in ([f"--{name}={word}"] if word.startswith("-") else [f"--{name}", word])]  # fmt: skip
+
+
+def _split_words(text: str, where: str) -> list[str]:
+    """Return a text split into words as in a shell."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
         raise XtkError(
-            "the --runs file has no runs",
-            where=place,
-            hint=f"write arguments of {' or '.join(DISTILL_COMMANDS)}, one run per line",
-        )
-    return numbered
+            f"the arguments cannot be split into words: {str(error).lower()}", where=where, hint="close all quotes"
+        ) from None
 
 
-def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None, *, force: bool) -> dict[str, int]:
-    """Check all runs, run the unfinished ones, and return the exit codes of failed runs by name."""
-    from xtk.commands.sweep_plan import find_finished_run
-    from xtk.files.output import Output, OutputKind
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def varying_options(runs: Sequence[PlannedRun]) -> list[dict[str, str]]:
+    """Return, for each run, the options that differ between runs, as text."""
+    names = [field.name for field, _ in declared_options(type(runs[0].options)) if field.name != "output"]
+    shown = [{name: _format_option(getattr(run.options, name)) for name in names} for run in runs]
+    varied = [name for name in names if len({texts[name] for texts in shown}) > 1]
+    return [{name.replace("_", "-"): texts[name] for name in varied} for texts in shown]
+
+
+def _format_option(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else str(value)
+
+
+def _run_all(planned: Sequence[PlannedRun], deadline: float, *, force: bool) -> dict[str, int]:
+    """Start the command of each run, and return the exit codes of failed runs by name."""
     from xtk.progress import Progress
+    from xtk.runs.folder import RUN_MANIFEST
     from xtk.subprocesses import SignalForwarder
 
-    for run in planned:
-        Output(run_log_path(run), OutputKind[None]("the log of a run", _is_log, has_force=False)).find_finished()
-    checked = {run.name: find_finished_run(run, force=force) for run in planned}
-    left = [run for run in planned if checked[run.name][0] is None]
-    terminal.note(f"sweep: {len(planned):,} runs, {len(planned) - len(left):,} already finished")
+    # Finished runs last: their checks, of some seconds each, must not use the time of others.
+    planned = sorted(planned, key=lambda run: (run.folder / RUN_MANIFEST).is_file())
+    num_finished = sum((run.folder / RUN_MANIFEST).is_file() for run in planned)
+    terminal.note(f"sweep: {len(planned):,} runs, {num_finished:,} already finished")
     failed: dict[str, int] = {}
-    folder.mkdir(parents=True, exist_ok=True)
-    started: list[tuple[Path, int]] = []  # log of a run, and its size before the run
-    progress = Progress("sweep", len(planned), "runs", done=len(planned) - len(left))
-    progress.get_detail = lambda: progress_in_log(*started[-1]) if started else ""
-    with SignalForwarder() as forwarder, progress:
-        for number, run in enumerate(left, len(planned) - len(left) + 1):
-            command = [run.command, *run.arguments]
-            if deadline is not None:
-                seconds = deadline - time.monotonic()
-                if seconds <= 0:
-                    raise _stopped(run, "--max-seconds is over")
-                command += ["--max-seconds", f"{seconds:.3f}"]
-            if checked[run.name][1]:
-                command.append("--force")
-            log, begun = run_log_path(run), time.monotonic()
-            terminal.note(f"sweep: run {number:,} of {len(planned):,}: {run.name}, log: {log}")
-            with log.open("a", encoding="utf-8", errors="surrogateescape") as stream:
-                stream.write(f"{LOG_PREFIX}{shlex.join(['xtk', *command])}\n")
-            size = log.stat().st_size
-            started.append((log, size))
-            code = forwarder.run_command([sys.executable, "-m", "xtk", *command], log)
-            if forwarder.received_signal and (code or run is not left[-1]):
-                if forwarder.received_signal == signal.SIGINT:
-                    raise KeyboardInterrupt
-                raise _stopped(run, signal.Signals(forwarder.received_signal).name)
-            if code == os.EX_TEMPFAIL:
-                raise _stopped(run, "the run was stopped by a signal" if deadline is None else "--max-seconds is over")
+    planned[0].folder.parent.mkdir(parents=True, exist_ok=True)
+
+    def execute(run: PlannedRun, *more: str) -> tuple[int, XtkError | None]:
+        """Run a command; return its exit code, and its error if it failed."""
+        command = [*run.arguments, *more]
+        if deadline < math.inf:
+            if (seconds := deadline - time.monotonic()) <= 0:
+                raise _stopped(run, "--max-seconds is over")
+            command += ["--max-seconds", f"{seconds:.3f}"]
+        with run.log.open("a", encoding="utf-8", errors="surrogateescape") as stream:
+            stream.write(f"{LOG_PREFIX}{shlex.join(['xtk', *command])}\n")
+        size = run.log.stat().st_size
+        code = forwarder.run_command([sys.executable, "-m", "xtk", *command], run.log)
+        if forwarder.received_signal and (code or run is not planned[-1]):
+            if forwarder.received_signal == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise _stopped(run, signal.Signals(forwarder.received_signal).name)
+        if code == os.EX_TEMPFAIL:
+            raise _stopped(run, "the run was stopped by a signal" if deadline == math.inf else "--max-seconds is over")
+        return code, _failure(run, code, size) if code else None
+
+    with SignalForwarder() as forwarder, Progress("sweep", len(planned), "runs") as progress:
+        for number, run in enumerate(planned, 1):
+            begun = time.monotonic()
+            terminal.note(f"sweep: run {number:,} of {len(planned):,}: {run.name}, log: {run.log}")
+            code, failure = execute(run)
+            if force and failure is not None and "--force" in failure.what:  # the hint of an output of other options
+                code, failure = execute(run, "--force")
             progress.advance(1)
-            if code:
+            if failure is not None:
                 failed[run.name] = code
-                terminal.error(_failure(run, code, log, size))
+                terminal.error(failure)
             else:
                 terminal.note(f"sweep: {run.name}: finished in {terminal.format_duration(time.monotonic() - begun)}")
     return failed
 
 
-def progress_in_log(log: Path, start: int) -> str:
-    """Return the last progress of a run (`this run: 40/60 steps  12s left`) from its log after `start` bytes."""
-    try:
-        with log.open("rb") as stream:
-            stream.seek(max(start, log.stat().st_size - PROGRESS_BYTES))
-            lines = stream.read().decode("utf-8", "replace").split("\n")
-    except OSError:  # the log was moved or deleted during the run
-        return ""
-    last = next((line for line in reversed(lines[:-1]) if line.startswith("distill")), "")  # either command
-    return last and f"this run: {last.partition(': ')[2]}"
-
-
-def _stopped(run: PlannedRun, why: str) -> Exception:
-    from xtk.errors import ResumableStop
-
+def _stopped(run: PlannedRun, why: str) -> ResumableStop:
     return ResumableStop(f"the sweep was stopped in run {run.name}: {why}", where=str(run.folder.parent),
-                   hint="run the same command again to resume")  # fmt: skip
+                         hint="run the same command again to resume")  # fmt: skip
 
 
-def _failure(run: PlannedRun, code: int, log: Path, size: int) -> Any:
+def _failure(run: PlannedRun, code: int, size: int) -> XtkError:
     """Return the error of a failed run, with the error or the last lines of its log after `size` bytes."""
-    from xtk.errors import XtkError
-
-    with log.open("rb") as stream:
+    with run.log.open("rb") as stream:
         stream.seek(size)
         lines = stream.read().decode("utf-8", "replace").rstrip().split("\n")
     own = next((at for at in reversed(range(len(lines))) if lines[at].startswith("xtk")), 0)
     last = lines[own:][-MAX_ERROR_LINES:]
     how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-    return XtkError("\n    ".join([f"the run {run.name} failed with {how}", *last]), where=str(log))
-
-
-def run_record(run: PlannedRun, varies: dict[str, str], exit_code: int) -> dict[str, Any]:
-    """Return the JSON record of a run with the exit code of its command, and its options that differ between runs."""
-    from xtk.commands.sweep_plan import name_run_in_error
-    from xtk.errors import CorruptError
-    from xtk.runs.folder import METRICS_FILE, read_run_manifest
-    from xtk.runs.metrics_file import read_metrics
-
-    entry: dict[str, Any] = {"path": str(run.folder), "kind": "student", "name": run.name, "varied_options": varies}
-    if exit_code:
-        return {**entry, "state": "failed", "exit_code": exit_code, "log": str(run_log_path(run))}
-    content = read_run_manifest(run.folder)
-    metrics = dict(content.get("metrics", {}))
-    if "best" in content:  # the best evaluation is the student
-        metrics["eval_bits_per_byte"] = content["best"]["eval_bits_per_byte"]
-    try:
-        lines = read_metrics(run.folder / METRICS_FILE)
-    except CorruptError as error:  # the student is complete; only its speed is unknown
-        terminal.error(name_run_in_error(run.name, error))
-        lines = []
-    metrics |= {"steps": content["steps"], "training_seconds": total_seconds(lines) if lines else math.nan}
-    rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
-    # The median, since the first one includes compilation.
-    metrics["tokens_per_second"] = statistics.median(rates or [math.nan])
-    figures = {name: metrics[name] for name in COLUMN_TITLES if math.isfinite(metrics.get(name, math.nan))}
-    return {**entry, "state": "finished", **figures, "metrics": content["metrics"]}
-
-
-def run_log_path(run: PlannedRun) -> Path:
-    """Return the path of a run's log."""
-    return run.folder.with_name(f"{run.name}.log")
+    return XtkError("\n    ".join([f"the run {run.name} failed with {how}", *last]), where=str(run.log))
 
 
 def _is_log(path: Path) -> bool:
@@ -283,11 +333,19 @@ def _is_log(path: Path) -> bool:
     return not start or start == f"{LOG_PREFIX}xtk ".encode()
 
 
-def total_seconds(metrics: Sequence[Mapping[str, Any]]) -> float:
-    """Return the seconds of a run, over all processes that went on with it: each counts from its own beginning."""
-    seconds = [line["training_seconds"] for line in metrics if "training_seconds" in line]
-    ends = [now for now, after in zip(seconds, [*seconds[1:], -math.inf], strict=True) if after < now]
-    return float(sum(ends))
+def run_record(run: PlannedRun, varies: dict[str, str], exit_code: int) -> dict[str, Any]:
+    """Return the JSON record of a run with the exit code of its command, and its options that differ between runs."""
+    from xtk.runs.folder import read_run_manifest
+
+    entry: dict[str, Any] = {"path": str(run.folder), "kind": "student", "name": run.name, "varied_options": varies}
+    if exit_code:
+        return {**entry, "state": "failed", "exit_code": exit_code, "log": str(run.log)}
+    content = read_run_manifest(run.folder)
+    metrics = {**content.get("metrics", {}), "steps": content["steps"]}
+    if "best" in content:  # the best evaluation is the student
+        metrics["eval_bits_per_byte"] = content["best"]["eval_bits_per_byte"]
+    figures = {name: metrics[name] for name in COLUMN_TITLES if math.isfinite(metrics.get(name, math.nan))}
+    return {**entry, "state": "finished", **figures, "metrics": content["metrics"]}
 
 
 def add_seed_means(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -330,7 +388,7 @@ def _figure(value: Any, name: str) -> str:
     """Return a number, or a mean with its standard error, as text."""
     if value is None:
         return ""
-    shown = ",.0f" if name in INTEGER_METRICS else ".4f"
+    shown = ",.0f" if name == "steps" else ".4f"
     mean, error = (value["mean"], value["standard_error"]) if isinstance(value, dict) else (value, None)
     if not error:
         return f"{mean:{shown}}"

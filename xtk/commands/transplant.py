@@ -20,6 +20,7 @@ from xtk.options.shared import (
     StartTokenOption,
     TrustRemoteCodeOption,
 )
+from xtk.terminal_tables import plain_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -223,10 +224,8 @@ def _note_report(record: dict[str, Any]) -> None:
     rows = [["category", "tokens", *KINDS]]
     for name, figures in [*record["categories"].items(), ("all", record)]:
         rows.append([name, *(f"{figures[kind]:,}" for kind in ("tokens", *KINDS))])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        terminal.note("  ".join(cells))
+    for line in plain_lines(rows, [False] + [True] * (1 + len(KINDS))):
+        terminal.note(line)
     if "bits_per_byte" in record:
         bits = record["bits_per_byte"]
         terminal.note(f"bits per byte: {bits['before']:.4f} before, {bits['after']:.4f} after")

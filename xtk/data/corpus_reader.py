@@ -5,16 +5,19 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 import re
+import sys
+import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from xtk.data.data_file_readers import DATASET_READERS, FORMATS, read_records, unsupported_format_error
 from xtk.data.json_record_reader import first_nonempty_line, is_json_array, parse_json_record, read_json_records
 from xtk.data.record_to_document import OPT_IN_FIELDS, RECORD_FIELDS, Record, record_to_document
 from xtk.data.saved_datasets import DEFAULT_SPLIT, saved_dataset_files
-from xtk.data.stdin_buffer import StdinSpool
 from xtk.data.text_streams import RecordReadOptions, file_extension, read_lines, read_text
 from xtk.errors import XtkError, path_exists
 from xtk.files.hub_access import check_dataset_reachable
@@ -28,6 +31,7 @@ _HUB_URL = re.compile(r"^hf://(?:datasets/)?[\w.-]+/[\w.-]+(?::[\w.-]+)?$")
 _HUB_DATASET = re.compile(r"^(?:hf://(?:datasets/)?)?(?P<name>[\w.-]+/[\w.-]+?)(?::(?P<split>[\w.-]+))?$")
 _HUB_FILE = re.compile(r"^hf://datasets/([\w.-]+/[\w.-]+)(?:@[^/]+)?/.+$")
 _URL_PREFIX = re.compile(r"^\w+://")
+_STDIN_READ_BYTES = 1 << 20
 DATA_HINT = (
     "use a file, a folder, a glob in quotes, a URL (hf://, s3://), a hub dataset (owner/name[:split]), or - for stdin"
 )
@@ -39,21 +43,17 @@ class Corpus:
     One document is a line of `.jsonl`, an object of a JSON array, a row of `.csv`, `.tsv`, `.parquet` or `.arrow`, a
     whole `.txt` file, or a row of a folder of `datasets.save_to_disk`. `-` reads JSON lines, a JSON array or one text
     from stdin into a temporary file.
-
-    Args:
-        sources: paths, globs, remote paths (`s3://`, `hf://`), hub datasets (`owner/name`, `owner/name:split`; default
-            split: train), `-`.
-        columns: {field: column} for RECORD_FIELDS with another column name, and for each of OPT_IN_FIELDS to read.
-        max_document_bytes: a larger record is refused before it is completely in memory.
-        stdin: content of stdin, if it is already read.
     """
 
     def __init__(
         self,
+        # paths, globs, remote paths (`s3://`, `hf://`), hub datasets (`owner/name`, `owner/name:split`; default split:
+        # train), `-`
         sources: Sequence[str],
+        # {field: column} for RECORD_FIELDS with another column name, and for each of OPT_IN_FIELDS to read
         columns: Mapping[str, str] | None = None,
-        max_document_bytes: int = MAX_DOCUMENT_BYTES,
-        stdin: StdinSpool | None = None,
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,  # a larger record is refused before it is completely in memory
+        stdin: StdinSpool | None = None,  # content of stdin, if it is already read
     ) -> None:
         self.sources = list(sources)
         self.columns = dict(columns or {})
@@ -141,12 +141,7 @@ def _read_hub_file(name: str, dataset: str, reading: RecordReadOptions) -> Itera
 
 
 class InMemoryCorpus(Corpus):
-    """A corpus of documents in memory.
-
-    Args:
-        sources: their sources, for messages.
-        columns: as in `Corpus`.
-    """
+    """A corpus of documents in memory."""
 
     def __init__(self, documents: Sequence[Document], sources: list[str], columns: Mapping[str, str]) -> None:
         super().__init__([], columns)
@@ -160,11 +155,7 @@ class InMemoryCorpus(Corpus):
 
 
 def parse_columns_option(value: str | None, **field_columns: str) -> dict[str, str]:
-    """Return {field: column} for `--columns prompt=question,completion=answer`.
-
-    Args:
-        field_columns: columns with a separate option, by field; "": not given.
-    """
+    """Return {field: column} for `--columns prompt=question,completion=answer`, and those of separate options."""
     pairs = [part.split("=", 1) for part in value.split(",")] if value else []
     names = [pair[0].strip() for pair in pairs]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
@@ -305,3 +296,47 @@ def _text_or_path(text: str, reading: RecordReadOptions) -> Iterator[Record]:
         yield from read_records(path, reading)
     else:
         yield {"text": text}
+
+
+class StdinSpool:
+    """Content of stdin in an unlinked temporary file, to read repeatedly and in child processes that inherit it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._closing = weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def read_stdin(cls) -> StdinSpool:
+        """Return the content of stdin, read to its end."""
+        descriptor, path = tempfile.mkstemp(prefix="xtk-stdin-")
+        Path(path).unlink()
+        spool = cls(descriptor)
+        blank = True
+        with open(descriptor, "wb", closefd=False) as file:
+            while part := _read_stdin_part():
+                file.write(part)
+                blank = blank and not part.strip()
+        if blank:
+            raise XtkError(
+                "standard input is empty: the command before the | probably failed",
+                where="standard input",
+                hint="check the messages of that command above, or run it alone",
+            )
+        return spool
+
+    def open(self) -> BinaryIO:
+        """Return a stream of the bytes, at their beginning."""
+        again: str | int = f"/proc/self/fd/{self.descriptor}"
+        if not Path(str(again)).exists():
+            again = os.dup(self.descriptor)
+        stream = open(again, "rb")  # noqa: SIM115 (the caller closes it)
+        stream.seek(0)
+        return stream
+
+    def __reduce__(self) -> tuple[type[StdinSpool], tuple[int]]:
+        # For child processes that inherit the descriptor.
+        return StdinSpool, (self.descriptor,)
+
+
+def _read_stdin_part() -> bytes:
+    return sys.stdin.buffer.read(_STDIN_READ_BYTES) if sys.stdin is not None and not sys.stdin.isatty() else b""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import lzma
 import re
 import zlib
 from collections import Counter
@@ -34,7 +33,7 @@ def unsupported_format_error(name: str) -> XtkError:
     return XtkError(
         f"data files {f'that end in {kind}' if kind else 'without an extension'} are not supported",
         where=name,
-        hint=f"use a file that ends in {', '.join(FORMATS)}; .gz, .zst or .xz may follow",
+        hint=f"use a file that ends in {', '.join(FORMATS)}; .gz or .zst may follow",
     )
 
 
@@ -50,7 +49,7 @@ def _with_read_errors(name: str, records: Iterator[Record]) -> Iterator[Record]:
             isinstance(failure, OSError) and failure.errno and local
         ):  # of the operating system: no such file, no permission
             raise
-        known = ValueError | EOFError | OSError | OverflowError | MemoryError | zlib.error | lzma.LZMAError | csv.Error
+        known = ValueError | EOFError | OSError | OverflowError | MemoryError | zlib.error | csv.Error
         # pyarrow is imported only for its formats; some of its errors are TypeErrors and KeyErrors.
         if local and not isinstance(failure, known) and type(failure).__module__ != "pyarrow.lib":
             raise
@@ -72,7 +71,7 @@ def read_text_record(name: str, reading: RecordReadOptions) -> Iterator[Record]:
 
 
 def read_json(name: str, reading: RecordReadOptions) -> Iterator[Record]:
-    """Read JSON Lines, a JSON array, or concatenated JSON objects that may span several lines."""
+    """Read JSON Lines, a JSON array, or one JSON object."""
     with open_stream(name) as stream:
         first = first_nonempty_line(stream)
     with open_stream(name) as stream:

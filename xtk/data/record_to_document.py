@@ -50,14 +50,12 @@ _RECORD_HINT = "correct this document in the data, or remove it"
 Record = Mapping[str, Any]
 
 
-def record_to_document(record: Record, columns: Mapping[str, str], where: str) -> Document:
-    """Return the document in a record.
-
-    Args:
-        record: {column: value}.
-        columns: {field: column} for fields with another column name.
-        where: source and number of the record, for messages.
-    """
+def record_to_document(
+    record: Record,  # {column: value}
+    columns: Mapping[str, str],  # {field: column} for fields with another column name
+    where: str,  # source and number of the record, for messages
+) -> Document:
+    """Return the document in a record."""
     check_rollout_checksum(record, where)
     row = _RecordReader(record, columns, where)
     content = _content_kind(row)
@@ -289,11 +287,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def check_rollout_checksum(record: Record, where: str) -> None:
-    """Compare a rollout record with its checksum; a record without one is not checked.
-
-    Raises:
-        CorruptError: they differ.
-    """
+    """Compare a rollout record with its checksum; a record without one is not checked."""
     stated = record.get(ROLLOUT_CHECKSUM)
     if stated is not None and stated != rollout_checksum(record):
         raise CorruptError(

@@ -8,23 +8,20 @@ from typing import Any
 
 from xtk.data.text_streams import decode_utf8
 from xtk.errors import XtkError
-from xtk.files.safe_artifact_files import check_file_name, read_regular_file
+from xtk.files.safe_artifact_files import check_file_name, regular_file
 from xtk.name_registry import nearest_name
 from xtk.untrusted_json import parse_json
 
 DEFAULT_SPLIT = "train"  # of a dataset with several splits
 _STATE_FILE, _SPLITS_FILE = "state.json", "dataset_dict.json"  # of `datasets.save_to_disk`
 _ARROW_FILE = re.compile(r"[\w.-]+\.arrow")
-_MAX_STATE_BYTES = 1 << 24
 
 
-def saved_dataset_files(folder: Path, split: str) -> list[Path] | None:
-    """Return the files of a folder of `datasets.save_to_disk`, in order; None for any other folder.
-
-    Args:
-        folder: written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`.
-        split: split of a DatasetDict; "": `train`, or the only one.
-    """
+def saved_dataset_files(
+    folder: Path,  # written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`
+    split: str,  # split of a DatasetDict; "": `train`, or the only one
+) -> list[Path] | None:
+    """Return the files of a folder of `datasets.save_to_disk`, in order; None for any other folder."""
     if (folder / _SPLITS_FILE).is_file():
         splits = _read_json_file(folder, _SPLITS_FILE).get("splits")
         names = splits if isinstance(splits, list) and all(isinstance(name, str) for name in splits) else []
@@ -61,7 +58,5 @@ def saved_dataset_files(folder: Path, split: str) -> list[Path] | None:
 
 def _read_json_file(folder: Path, name: str) -> dict[str, Any]:
     where = str(folder / name)
-    content = parse_json(
-        decode_utf8(read_regular_file(folder, name, _MAX_STATE_BYTES), 0, where), what="this file", where=where
-    )
+    content = parse_json(decode_utf8(regular_file(folder, name).read_bytes(), 0, where), what="this file", where=where)
     return content if isinstance(content, dict) else {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import lzma
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,15 +19,10 @@ UTF_8_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class RecordReadOptions:
-    """Options for reading data files.
+    """Options for reading data files."""
 
-    Attributes:
-        columns: {field: column} for fields with another column name.
-        max_record_bytes: maximum size of a record in its file.
-    """
-
-    columns: Mapping[str, str] = field(default_factory=dict)
-    max_record_bytes: int = MAX_DOCUMENT_BYTES
+    columns: Mapping[str, str] = field(default_factory=dict)  # {field: column} for fields with another column name
+    max_record_bytes: int = MAX_DOCUMENT_BYTES  # maximum size of a record in its file
 
     def too_large_error(self, where: str) -> XtkError:
         """Return the error for a record above `max_record_bytes`."""
@@ -42,7 +35,7 @@ class RecordReadOptions:
 
 def file_extension(name: str) -> str:
     """Return the extension that selects the format of a file, without that of a compression."""
-    plain = name.removesuffix(".gz").removesuffix(".zst").removesuffix(".xz")
+    plain = name.removesuffix(".gz").removesuffix(".zst")
     return Path(plain).suffix.lower()
 
 
@@ -55,10 +48,6 @@ def open_stream(name: str, compression: str | None = "infer") -> Iterator[Any]:
 
         with _open_file(name) as raw, pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd") as stream:
             yield stream
-        return
-    if compression == "infer" and name.endswith(".xz"):
-        with _open_file(name) as raw:
-            yield io.BufferedReader(_XzReader(raw), io.DEFAULT_BUFFER_SIZE)
         return
     with _open_file(name, compression) as stream:
         yield stream
@@ -76,43 +65,8 @@ def _open_file(name: str, compression: str | None = None) -> Any:
     return fsspec.open(name, "rb", compression=compression)
 
 
-class _XzReader(io.RawIOBase):
-    """Decompressed content of an .xz file with one or more streams; Python's lzma ignores all but the first."""
-
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
-        self._decompressor = lzma.LZMADecompressor()
-        self._input = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while True:
-            if self._decompressor.eof:  # streams may be padded with zeros
-                self._input = self._decompressor.unused_data.lstrip(b"\0")
-                while not self._input and (block := self._raw.read(io.DEFAULT_BUFFER_SIZE)):
-                    self._input = block.lstrip(b"\0")
-                if not self._input:
-                    return 0
-                self._decompressor = lzma.LZMADecompressor()
-            elif self._decompressor.needs_input and not self._input:
-                self._input = self._raw.read(io.DEFAULT_BUFFER_SIZE)
-                if not self._input:
-                    raise EOFError("the .xz file is truncated")
-            decompressed = self._decompressor.decompress(self._input, len(buffer))
-            self._input = b""
-            if decompressed:
-                buffer[: len(decompressed)] = decompressed
-                return len(decompressed)
-
-
 def read_lines(stream: Any, name: str, options: RecordReadOptions) -> Iterator[tuple[int, str]]:
-    """Yield the line numbers, from 1, and lines of a text. Lines end only at line feeds, which they keep.
-
-    Args:
-        options: `max_record_bytes` limits each line.
-    """
+    """Yield line numbers, from 1, and lines of up to `max_record_bytes`; they end only at line feeds, and keep them."""
     offset, number, rest, size = 0, 0, list[bytes](), 0  # the chunks of a line whose end is not read yet
     first = True
     while True:
@@ -165,11 +119,7 @@ def strip_byte_order_mark(raw: bytes, name: str) -> tuple[bytes, int]:
 
 
 def decode_utf8(raw: bytes, offset: int, name: str) -> str:
-    """Return a text.
-
-    Args:
-        offset: of these bytes in the file, for the error.
-    """
+    """Return a text; `offset` of these bytes in the file, for the error."""
     try:
         return raw.decode()
     except UnicodeDecodeError as failure:

@@ -8,7 +8,6 @@ from __future__ import annotations
 CHECKS = (
     "xtk.doctor.model_checks:embedding_rows",
     "xtk.doctor.model_checks:special_tokens",
-    "xtk.doctor.conversation_checks:duplicate_start_token",
     "xtk.doctor.conversation_checks:template_content",
     "xtk.doctor.conversation_checks:reasoning_and_tools",
     "xtk.doctor.conversation_checks:regions",

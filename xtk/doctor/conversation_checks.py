@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,29 +27,6 @@ TOOL: dict[str, Any] = {
 }
 CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "add_numbers", "arguments": {"first": 2}}}
 GUIDE = "see docs/how-to/conversations.md"
-
-
-def duplicate_start_token(inputs: DoctorInputs) -> Iterator[Finding]:
-    """Find a start token that both the tokenizer and the chat template add."""
-    for side in inputs.models:
-        tokenizer = side.tokenizer
-        bos = tokenizer.special_token_ids.get("bos")
-        if not side.has_chat_template or bos is None:
-            continue
-        added = tokenizer.start_ids[:1] == (bos,)
-        name = tokenizer.special_token_names.get(bos, "\0")
-        try:
-            written = tokenizer.chat_template.render([QUESTION]).startswith(name)
-        except XtkError:
-            continue
-        if added and written:
-            what = f"both the tokenizer and the chat template add {name} at the start; other tools get it twice"
-            hint = "xtk adds it once; in other tools, tokenize rendered chats with add_special_tokens=False"
-            yield Finding("warning", what, side.name, hint)
-        else:
-            part = "the tokenizer" if added else "the chat template"
-            what = f"{part} adds the start token" if added or written else "no start token is added"
-            yield Finding("ok", what, side.name)
 
 
 def template_content(inputs: DoctorInputs) -> Iterator[Finding]:
@@ -166,17 +142,14 @@ def _compare_tools(inputs: DoctorInputs, student: _Abilities, teacher: _Abilitie
         yield Finding("warning", what, inputs.teacher.name, GUIDE)
     if "tools" not in contents:
         return
-    if bool(student.schema) != bool(teacher.schema):
-        side = inputs.student if not student.schema else inputs.teacher
+    if student.tools != teacher.tools:
+        side = inputs.student if teacher.tools else inputs.teacher
         what = "the chat template does not describe the tools of the data; that of the other model does"
         yield Finding("warning", what, side.name, "describe the tools in a system message of the data")
-    elif student.schema != teacher.schema:
-        what = f"the chat templates describe tools differently: {student.schema} and {teacher.schema}"
-        yield Finding("note", what, figures={"student": student.schema, "teacher": teacher.schema})
 
 
 class _Abilities:
-    """What a chat template writes: reasoning in the last message or earlier ones, tool calls, and tools (`schema`).
+    """What a chat template writes: reasoning in the last message or earlier ones, tool calls, and tools.
 
     `always_thinks`: its generation prompt starts reasoning.
     """
@@ -190,7 +163,10 @@ class _Abilities:
         self.always_thinks = "<think>" in prompt and "</think>" not in prompt
         called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
         self.calls = _trains(tokenizer, [QUESTION, called], "tool-call")
-        self.schema = _schema(tokenizer)
+        try:
+            self.tools = TOOL["function"]["name"] in tokenizer.chat_template.render([QUESTION], [TOOL])
+        except XtkError:
+            self.tools = False
 
 
 def _trains(tokenizer: Tokenizer, messages: list[dict[str, Any]], region: str) -> bool:
@@ -200,18 +176,3 @@ def _trains(tokenizer: Tokenizer, messages: list[dict[str, Any]], region: str) -
     except XtkError:
         return False
     return bool((token_regions(document, sequence)[sequence.train_mask] == REGIONS.index(region)).any())
-
-
-def _schema(tokenizer: Tokenizer) -> str:
-    """Return the form in which the chat template describes tools; "": not at all."""
-    try:
-        text = tokenizer.chat_template.render([QUESTION], [TOOL])
-    except XtkError:
-        return ""
-    if TOOL["function"]["name"] not in text:
-        return ""
-    forms = {"a JSON object per tool": [TOOL], "the JSON function of a tool": [TOOL["function"]]}
-    for form, values in forms.items():
-        if any(json.dumps(value, indent=indent) in text for value in values for indent in (None, 2, 4)):
-            return form
-    return "another form"

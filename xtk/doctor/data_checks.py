@@ -21,7 +21,7 @@ def document_lengths(inputs: DoctorInputs) -> Iterator[Finding]:
     if not reading.num_documents:
         return
     for number, side in enumerate(inputs.models):
-        limit, longest = max_document_tokens(side, inputs.plan), reading.longest[number][0]
+        limit, longest = max_document_tokens(side, inputs.plan), reading.longest[number]
         too_long, choice = reading.num_too_long[number], inputs.plan.long_documents
         figures = {"longest_tokens": longest[0], "limit_tokens": limit, "documents_too_long": too_long}
         message = f"the longest of {_documents_read(inputs)} has {longest[0]:,} tokens"

@@ -15,7 +15,6 @@ from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError, path_exists
 from xtk.models.resolver import base_model_and_adapter
 from xtk.models.safetensors_headers import read_weight_headers
-from xtk.models.student_model_setup import ALL_LINEAR
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.teachers.cache_resource_estimate import EvenSample
 from xtk.text.chat.parts import REASONING_KEY
@@ -116,18 +115,13 @@ class RunPlan:
     mixed_precision: str = "no"
     gradient_checkpointing: bool = False
     per_device_train_batch_size: int = 8
-    gradient_accumulation_steps: int = 1
     max_batch_tokens: int = 0
     batch_tokens: int = 8192
     max_length: int = 0
     long_documents: str = "refuse"
     save_total_limit: int = 2
-    ema_decay: float = 0.0
     attn_implementation: str = ""
     lora_r: int = 0
-    lora_target_modules: tuple[str, ...] = ALL_LINEAR
-    top_k: int = 0  # of the cache; 0: the default
-    tokens_per_second: float = 0.0  # of the teacher; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -199,7 +193,7 @@ class DataSample:
     is_complete: bool = True  # all documents were read
     num_tokens: list[int] = field(default_factory=lambda: [0, 0])  # of all documents read
     num_trained_tokens: list[int] = field(default_factory=lambda: [0, 0])
-    longest: list[list[tuple[int, int]]] = field(default_factory=lambda: [[], []])  # (tokens, index), the longest first
+    longest: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0), (0, 0)])  # (tokens, index) of a document
     num_too_long: list[int] = field(default_factory=lambda: [0, 0])  # documents above the limit
 
     @property
@@ -221,7 +215,7 @@ class DataSample:
                 sizes = [(len(tokens), reading.num_documents + at) for at, tokens in enumerate(sequences)]
                 reading.num_tokens[number] += sum(size for size, _ in sizes)
                 reading.num_trained_tokens[number] += sum(int(tokens.train_mask.sum()) for tokens in sequences)
-                reading.longest[number] = sorted([*reading.longest[number], *sizes], reverse=True)[:64]
+                reading.longest[number] = max(reading.longest[number], *sizes)
                 reading.num_too_long[number] += sum(limit is not None and size > limit for size, _ in sizes)
                 if number == 0:
                     for document, tokens in zip(group, sequences, strict=True):

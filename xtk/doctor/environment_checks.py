@@ -27,7 +27,7 @@ def library_versions(inputs: DoctorInputs) -> Iterator[Finding]:
     yield Finding("ok", "; ".join(f"{device.name}, {device.total_memory / 2**30:.0f} GiB" for device in devices))
     if (processes := inputs.plan.parallel.num_processes) > len(devices):
         what = f"the run has {processes} processes, and this machine has {len(devices)} GPUs"
-        yield Finding("note", what, hint="use --num-machines for several machines")
+        yield Finding("note", what, hint="for several machines, start distill with torchrun")
 
 
 def _version(name: str) -> str:

@@ -45,7 +45,8 @@ def embedding_rows(inputs: DoctorInputs) -> Iterator[Finding]:
         elif rows < tokens:
             what = f"the embedding has {rows:,} rows, but the tokenizer has {tokens:,} tokens"
             hint = "use the tokenizer that the model was trained with"
-            hint += ", or xtk distill --resize-vocabulary to add rows" if side.role == "student" else ""
+            if side.role == "student":
+                hint += ", or add rows with model.resize_token_embeddings(len(tokenizer)) and save_pretrained"
             yield Finding("error", what, side.name, hint, figures)
         else:
             spare = f" ({rows - tokens:,} without a token)" if rows > tokens else ""
@@ -99,9 +100,6 @@ def _check_roles(side: DoctorModel) -> Iterator[Finding]:
         yield Finding("warning", what, side.name, hint, {"special_tokens": roles})
         return
     yield Finding("ok", shown, side.name, figures={"special_tokens": roles})
-    if roles.get("pad") == roles["eos"]:
-        what = "pad and eos are the same token: xtk trains eos, but trainers that mask pad do not"
-        yield Finding("note", what, side.name, "for other tools, add a separate pad token")
     stops = _generation_config(side).get("eos_token_id", side.text_config.get("eos_token_id"))
     stop_ids = [token for token in (stops if isinstance(stops, list) else [stops]) if isinstance(token, int)]
     if stop_ids and roles["eos"] not in stop_ids:
@@ -144,7 +142,8 @@ def attention(inputs: DoctorInputs) -> Iterator[Finding]:
 def _attention_finding(side: DoctorModel, known: Any, requested: str) -> Finding:
     able = ["eager", *(name for name, flag in ATTENTION_FLAGS.items() if getattr(known, flag, False))]
     message = f"{known.__name__}, attention implementations: {', '.join(able)}"
-    if side.role == "student" and requested in ATTENTION_FLAGS and requested not in able:
+    is_known = requested in ("", *able) or "/" in requested or requested == "flash_attention_3"  # not loaded here
+    if side.role == "student" and not is_known:
         what = f"{known.__name__} does not support {requested}, only {', '.join(able)}"
         return Finding("error", what, side.name, f"use --attn-implementation {able[-1]}")
     if "sdpa" not in able:

@@ -15,12 +15,12 @@ from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import default_device, load_causal_lm
 from xtk.models.resolver import ModelRef
 from xtk.text.document import Document
-from xtk.text.start_tokens import NO_START, START_ROLES
+from xtk.text.start_tokens import NO_START, START_ROLES, TEXT_SEPARATORS
 from xtk.text.tokenizer import Tokenizer
 
 MAX_PARAMETERS = 1_000_000_000  # weights of larger models are not loaded
 NUM_DOCUMENTS, DOCUMENT_CHARACTERS = 8, 600
-SIGNIFICANT_FRACTION = 0.02
+SIGNIFICANT_FRACTION = 0.01
 MIN_CATEGORY_BYTES = 200  # of a kind of text, for a comparison of its bits
 
 
@@ -57,10 +57,11 @@ def _compare_start_tokens(
     side: DoctorModel, documents: list[Document], without: Sequence[Tokenizer]
 ) -> tuple[Finding, BitsPerByteResult]:
     own, no_start = side.tokenizer, side.tokenizer.with_start_token(NO_START)
-    roles = [role for role in START_ROLES if role in own.special_token_ids]
+    candidates = [role for role in START_ROLES if role in own.special_token_ids]
+    candidates += [token for token in TEXT_SEPARATORS if token in own.vocabulary.special_tokens]
     model = BackboneWithHead(load_causal_lm(ModelRef(side.folder, side.adapter), device=default_device()))
     results: dict[str, BitsPerByteResult] = {}
-    for tokenizer in (own, no_start, *map(own.with_start_token, roles)):
+    for tokenizer in (own, no_start, *map(own.with_start_token, candidates)):
         if (name := _name(tokenizer)) not in results:
             results[name] = evaluate_bits_per_byte(
                 model, tokenizer, documents, by_category=tokenizer is own, compared_with=without

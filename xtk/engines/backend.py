@@ -60,11 +60,7 @@ def check_backend_options(
     servers: Sequence[str] = (),
     prefix: str = "--",
 ) -> None:
-    """Refuse options that do not apply to a backend.
-
-    Args:
-        prefix: of the options on the command line.
-    """
+    """Refuse options that do not apply to a backend; `prefix`: of the options on the command line."""
     kind: type[Backend] = load_registered(backends, backend, "backend")
     for name, values, ability in (("engine", engine, "has_engine_options"), ("server", servers, "uses_servers")):
         if values and not getattr(kind, ability):
@@ -84,13 +80,7 @@ def backend_options(
     concurrency: int = 1,
     adapter: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the options of one backend, by name, from the command line.
-
-    Args:
-        engine: `name=value` options of --engine.
-        concurrency: requests in flight on all servers together.
-        adapter: folder of a PEFT adapter, if the model is one.
-    """
+    """Return the options of one backend, by name, from the command line."""
     check_backend_options(backends, backend, engine=engine, servers=servers)
     kind: type[Backend] = load_registered(backends, backend, "backend")
     if adapter and not kind.supports_adapters:
@@ -130,11 +120,7 @@ def parse_engine_options(words: Sequence[str] | Mapping[str, Any]) -> dict[str, 
 
 
 def check_not_reserved(engine: Mapping[str, Any], reserved: Mapping[str, str | None]) -> None:
-    """Refuse engine options that xtk sets.
-
-    Args:
-        reserved: names that xtk sets, with the xtk option to use instead; None: there is none.
-    """
+    """Refuse engine options that xtk sets; `reserved`: {name: the xtk option to use instead; None: there is none}."""
     for name in engine:
         if name in reserved:
             instead = reserved[name]

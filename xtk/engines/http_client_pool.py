@@ -118,25 +118,20 @@ class Endpoint:
 
 
 class EndpointPool:
-    """Equivalent servers that share requests. Use inside `async with connected()`, in one event loop.
-
-    Args:
-        concurrency: largest number of requests in flight.
-        api_key_variable: environment variable with the key; "": the first of `API_KEY_VARIABLES` that is set.
-        response_hint: the next step if responses are not valid.
-        on_recovered: awaited before the first request to a server that had failed and may have been restarted;
-            NoResponseError: it failed again.
-    """
+    """Equivalent servers that share requests. Use inside `async with connected()`, in one event loop."""
 
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
         *,
-        concurrency: int,
+        concurrency: int,  # largest number of requests in flight
         retry_policy: RetryPolicy,
+        # awaited before the first request to a server that had failed and may have been restarted; NoResponseError: it
+        # failed again
         on_recovered: Callable[[Endpoint], Awaitable[None]] | None = None,
+        # environment variable with the key; "": the first of `API_KEY_VARIABLES` that is set
         api_key_variable: str = "",
-        response_hint: str = VLLM_SERVER_HINT,
+        response_hint: str = VLLM_SERVER_HINT,  # the next step if responses are not valid
     ) -> None:
         self.endpoints, self._concurrency, self._retry_policy = list(endpoints), concurrency, retry_policy
         self._on_recovered, self._response_hint = on_recovered, response_hint
@@ -144,11 +139,7 @@ class EndpointPool:
 
     @asynccontextmanager
     async def connected(self, max_concurrency: int | None = None) -> AsyncIterator[None]:
-        """Keep HTTP connections open within the context.
-
-        Args:
-            max_concurrency: a smaller limit of requests in flight, for large responses.
-        """
+        """Keep HTTP connections open within the context; `max_concurrency`: fewer in flight, for large responses."""
         key = _read_key(self._key_variables)
         self._secrets = _forms_of_secrets(
             [key, *(secret for endpoint in self.endpoints for secret in endpoint.secrets)]
@@ -189,23 +180,14 @@ class EndpointPool:
     async def request_one(
         self,
         endpoint: Endpoint,
-        path: str,
+        path: str,  # path after `/v1`; `at_root`: after the address without `/v1`
         body: dict[str, Any] | None,
-        parse: Callable[[Any], T],
+        parse: Callable[[Any], T],  # converts the response's JSON, or raises RetryableError
         *,
         max_attempts: int,
         at_root: bool = False,
     ) -> T:
-        """Return the parsed response of this server: POST with a JSON body, GET without (None).
-
-        Args:
-            path: path after `/v1`; `at_root`: after the address without `/v1`.
-            parse: converts the response's JSON, or raises RetryableError.
-
-        Raises:
-            PermanentError: the server refuses the request.
-            NoResponseError: no valid response.
-        """
+        """Return the response of this server, or raise PermanentError or NoResponseError; without body: GET."""
         for attempt in range(1, max_attempts + 1):
             try:
                 return await self._attempt(endpoint, path, body, parse, at_root)

@@ -21,11 +21,7 @@ _ABOVE_0 = "start the vLLM server with --logprobs-mode raw_logprobs"
 
 
 class RetryableError(Exception):
-    """An invalid response; a retry may succeed.
-
-    Args:
-        hint: the next step if all retries fail; None: that of the pool.
-    """
+    """An invalid response; a retry may succeed. `hint`: what to try if all retries fail; None: that of the pool."""
 
     def __init__(self, what: str, hint: str | None = None) -> None:
         super().__init__(what)
@@ -41,11 +37,7 @@ class PermanentError(Exception):
 
 
 def parse_response(text: str) -> Any:
-    """Return the value of JSON from a server.
-
-    Raises:
-        ValueError: not valid JSON, or a number that JSON does not have (NaN, Infinity).
-    """
+    """Return the value of JSON from a server; raise ValueError also for NaN and Infinity, which JSON does not have."""
     try:
         return json.loads(text, parse_constant=_reject_constant)
     except RecursionError as failure:
@@ -70,11 +62,7 @@ def error_message(response: httpx.Response) -> str:
 
 
 def parse_token_ids(names: Sequence[str]) -> NDArray[np.int32]:
-    """Return token ids from the keys of a JSON object; only plain decimal digits are accepted.
-
-    Raises:
-        RetryableError: a key is not a token id.
-    """
+    """Return token ids from the keys of a JSON object; only plain decimal digits are accepted."""
     try:
         ids = [int(name) for name in names]
     except ValueError:
@@ -85,11 +73,7 @@ def parse_token_ids(names: Sequence[str]) -> NDArray[np.int32]:
 
 
 def checked_token_ids(values: Any) -> NDArray[np.int32]:
-    """Return token ids as an int32 array.
-
-    Raises:
-        RetryableError: not a list of integers, or an id is negative or above `MAX_TOKEN_ID`.
-    """
+    """Return token ids as int32, from a list of integers from 0 to `MAX_TOKEN_ID`."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
         raise RetryableError("the token ids in the server's response are not a list of integers")
     if values and not (min(values) >= 0 and max(values) <= MAX_TOKEN_ID):
@@ -98,11 +82,7 @@ def checked_token_ids(values: Any) -> NDArray[np.int32]:
 
 
 def checked_logprobs(values: Iterable[Any]) -> NDArray[np.float32]:
-    """Return log-probabilities as a float32 array.
-
-    Raises:
-        RetryableError: one is not a number (NumPy would convert null and text), not finite, or above 0.
-    """
+    """Return log-probabilities as float32: numbers (NumPy would convert null and text), finite and not above 0."""
     values = list(values)
     if not set(map(type, values)) <= {float, int}:
         raise RetryableError("the server's response has a log-probability that is not a number")

@@ -54,9 +54,6 @@ class VllmEngine:
         command: the xtk command, for messages.
         reserved: arguments that the user cannot set in addition to `RESERVED_OPTIONS`, as there.
         settings: arguments of `vllm.LLM` from the caller; those of the user replace them.
-
-    Attributes:
-        llm: the `vllm.LLM`.
     """
 
     def __init__(
@@ -122,17 +119,11 @@ class VllmEngine:
             near = nearest_name(option, [known.replace("_", "-") for known in EngineArgs.__dataclass_fields__])
             text = f"vLLM has no engine argument {option!r}"
             hint = f"did you mean --engine {near.replace('-', '_')}=...?" if near else f"remove --engine {option}"
-        elif "does not use offset" in text:  # vLLM 0.32 rewinds the random generator, which a CPU generator cannot
-            hint = (
-                "on a CPU vLLM cannot sample with seeds while it splits prompts into chunks: set the engine argument "
-                "max_num_batched_tokens to at least the number of prompt tokens in a batch"
-            )
-        elif "_lib_fn_wrapper" in text:  # an attribute of Numba that vLLM 0.32 on a CPU mistakes for its kernels
-            hint = "unset VLLM_ENABLE_V1_MULTIPROCESSING: with 0, vLLM cannot start in a process that imported Numba"
         elif "out of memory" in text.lower() or "Engine" in text + type(cause).__name__:
             hint = (
-                "see vLLM's log above for the cause; if memory is short, use --engine gpu_memory_utilization=0.8 (less "
-                "on the GPU of a student; of a --teacher: engine.gpu_memory_utilization) or a smaller --batch-tokens"
+                "see vLLM's log above for the cause; if memory is short, use --engine max_model_len=4096 (at least a "
+                "prompt and its completion), gpu_memory_utilization=0.8 (less on the GPU of a student; of a --teacher: "
+                "engine.gpu_memory_utilization) or a smaller --batch-tokens"
             )
         return XtkError(f"{message}: {type(cause).__name__}: {text[:500]}", where=self.name, hint=hint)
 

@@ -46,11 +46,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
 def gather_responses(
     pool: EndpointPool, requests: Iterable[Coroutine[Any, Any, T]], max_concurrency: int | None = None
 ) -> list[T]:
-    """Run coroutines that send requests to the servers of a pool, and return their results in order.
-
-    Raises:
-        Exception: the first one of a coroutine; the others are canceled.
-    """
+    """Return the results of coroutines that send requests, in order; the first exception cancels the others."""
 
     async def gather() -> list[T]:
         async with pool.connected(max_concurrency):
@@ -66,19 +62,14 @@ def gather_responses(
 
 
 def connect_servers(
-    pool: EndpointPool,
-    name: str,
+    pool: EndpointPool,  # the servers; each gets the name of its model
+    name: str,  # the model's name where the user has given none
+    # tests a server of some context length in tokens; None: unknown
     probe: Callable[[Endpoint, int | None], Awaitable[T]],
+    # returns the error for a refused request, from the refusal and the server
     refusal_error: Callable[[PermanentError, str], XtkError],
 ) -> tuple[int | None, list[T]]:
-    """Return the minimum context length of servers in tokens, None if it is unknown, and the results of their tests.
-
-    Args:
-        pool: the servers; each gets the name of its model.
-        name: the model's name where the user has given none.
-        probe: tests a server of some context length in tokens; None: unknown.
-        refusal_error: returns the error for a refused request, from the refusal and the server.
-    """
+    """Return the minimum context length of servers in tokens, None if it is unknown, and the results of their tests."""
 
     async def connect() -> tuple[int | None, list[T]]:
         lengths, results = [], []
@@ -98,11 +89,7 @@ def connect_servers(
 
 
 def only_choice(response: Any) -> dict[str, Any]:
-    """Return the only choice of a response to a completion request.
-
-    Raises:
-        RetryableError: there is none, or there are several.
-    """
+    """Return the choice of a response to a completion request, which must have exactly one."""
     choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise RetryableError("the server's response does not have exactly one completion (choices)")
@@ -110,11 +97,7 @@ def only_choice(response: Any) -> dict[str, Any]:
 
 
 def parse_models(answer: Any) -> list[dict[str, Any]]:
-    """Return the models in a server's `/models` response.
-
-    Raises:
-        RetryableError: the response is not a valid list of models.
-    """
+    """Return the models in a server's `/models` response."""
     models = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(models, list) or not models:
         raise RetryableError("the server's response to /models is not a list of models")

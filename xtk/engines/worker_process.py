@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -40,11 +41,7 @@ class WorkerError:
 
     @classmethod
     def from_exception(cls, failure: Exception, process: str) -> WorkerError:
-        """Return the error for an exception; the traceback of an unexpected one is printed.
-
-        Args:
-            process: the process in messages, such as "the generation process".
-        """
+        """Return the error of a process, such as "the generation process"; an unexpected one prints a traceback."""
         error = failure if isinstance(failure, XtkError) else from_os_error(failure)
         if error is None:
             traceback.print_exception(failure)
@@ -149,16 +146,14 @@ def stop_workers(workers: Sequence[WorkerProcess], seconds: float) -> None:
 
 
 def run_worker(descriptor: str, parent: str, process: str, function: str) -> None:
-    """Call the function of a worker in this process; an exception is sent to the parent, then the process ends.
-
-    Args:
-        parent: process id of the parent; if it ends, this process is killed.
-        function: `module:function`.
-    """
+    """Call `module:function`; an exception is sent to the parent. This process ends when the parent does."""
     die_with_parent(int(parent), signal.SIGKILL)
     os.set_inheritable(int(descriptor), False)  # subprocesses must not keep the pipe open
     terminal.set_quiet(True)
     pipe = Connection(int(descriptor))
+    # Slurm signals all processes of a step. The parent, which saves its state first, may still wait for this one.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number) if _is_closed(pipe) else None)
     module, _, name = function.partition(":")
     try:
         getattr(importlib.import_module(module), name)(pipe)
@@ -168,3 +163,12 @@ def run_worker(descriptor: str, parent: str, process: str, function: str) -> Non
         with contextlib.suppress(OSError):
             pipe.send(WorkerError.from_exception(failure, process))
         sys.exit(1)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # do not interrupt cleanup of libraries
+
+
+def _is_closed(pipe: Connection) -> bool:
+    """Return whether the parent has closed its end of a pipe."""
+    poll = select.poll()
+    poll.register(pipe.fileno(), 0)  # reports the end only
+    return bool(poll.poll(0))

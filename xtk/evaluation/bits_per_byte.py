@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -31,23 +32,15 @@ PREFIX_SUM_ROWS = 64  # rows of float64 prefix sums at a time
 
 @dataclass(frozen=True)
 class BitsPerByteResult:
-    """Bits per byte over a corpus.
+    """Bits per byte over a corpus."""
 
-    Attributes:
-        per_document: for each document, the bits of its trained text's tokens, and the bytes of that text in UTF-8.
-        num_tokens: number of scored tokens.
-        num_windows: number of windows into which all documents were split.
-        window_tokens: largest number of tokens per window; None: unlimited.
-        num_skipped_bytes: bytes of the trained text before the first byte that all compared models predict.
-        per_category: bits and bytes of each document for each text category (a name of `TEXT_CATEGORIES`) that occurs;
-            they sum to those of the full text. Empty unless requested.
-    """
-
-    per_document: Ratio
-    num_tokens: int
-    num_windows: int
-    window_tokens: int | None
-    num_skipped_bytes: int = 0
+    per_document: Ratio  # for each document, the bits of its trained text's tokens, and the bytes of that text in UTF-8
+    num_tokens: int  # number of scored tokens
+    num_windows: int  # number of windows into which all documents were split
+    window_tokens: int | None  # largest number of tokens per window; None: unlimited
+    num_skipped_bytes: int = 0  # bytes of the trained text before the first byte that all compared models predict
+    # Bits and bytes of each document for each text category (a name of `TEXT_CATEGORIES`) that occurs; they sum to
+    # those of the full text. Empty unless requested.
     per_category: dict[str, Ratio] = field(default_factory=dict)
 
     @property
@@ -78,19 +71,12 @@ class BitsPerByteResult:
 
 @dataclass(frozen=True)
 class ScoringWindow:
-    """A range of a document's tokens that is processed in one forward pass.
+    """A range of a document's tokens that is processed in one forward pass."""
 
-    Attributes:
-        ids: int32 [n], token ids.
-        is_scored: bool [n], the tokens that are scored in this window.
-        first_token: index of its first token in the document.
-        document_index: index of the document.
-    """
-
-    ids: NDArray[np.int32]
-    is_scored: NDArray[np.bool_]
-    first_token: int = 0
-    document_index: int = 0
+    ids: NDArray[np.int32]  # [n], token ids
+    is_scored: NDArray[np.bool_]  # [n], the tokens that are scored in this window
+    first_token: int = 0  # index of its first token in the document
+    document_index: int = 0  # index of the document
 
 
 @torch.no_grad()
@@ -126,7 +112,9 @@ def evaluate_bits_per_byte(
     bits, sizes = [np.zeros(0)], [np.zeros(0)]
     categories = [np.zeros((0, 2, len(TEXT_CATEGORIES)))]
     tokens = windows = skipped = 0
-    for documents in _read_batches(corpus):
+    total = len(corpus) if isinstance(corpus, Sized) else None
+    progress = Progress("evaluate", total, "documents")
+    for documents in _read_batches(corpus, progress):
         read = tokenize_documents(tokenizer, documents)
         others = [tokenize_documents(other, documents) for other in compared_with]
         starts = [_shared_start(sequences) for sequences in zip(read, *others, strict=True)]
@@ -137,8 +125,13 @@ def evaluate_bits_per_byte(
         ]
         texts = _CategoryCosts(documents, read, starts) if by_category else None
         document_bits = np.zeros(len(documents))
+        waiting = _windows_per_document(pending, len(documents))
+        progress.advance(int(np.count_nonzero(waiting == 0)))
         for batch in _batch_windows(pending, batch_tokens):
             scored = _score_batch(model, batch, bytes_of)
+            before = np.count_nonzero(waiting)
+            waiting -= _windows_per_document(batch, len(documents))
+            progress.advance(int(before - np.count_nonzero(waiting)))
             document_bits += np.bincount([window.document_index for window in batch], scored.bits(), len(documents))
             tokens += len(scored.logprobs)
             if texts is not None:
@@ -225,16 +218,11 @@ class _CategoryCosts:
 
 @dataclass(frozen=True)
 class _ScoredTokens:
-    """The scored tokens of a batch.
+    """The scored tokens of a batch."""
 
-    Attributes:
-        tokens_per_window: int64 [windows], number of scored tokens of each window.
-        logprobs: float64 [n], in nats.
-        prefix_masses: results of `TokenByteCosts.prefix_masses`, chunk by chunk; empty unless requested.
-    """
-
-    tokens_per_window: NDArray[np.int64]
-    logprobs: NDArray[np.float64]
+    tokens_per_window: NDArray[np.int64]  # [windows], number of scored tokens of each window
+    logprobs: NDArray[np.float64]  # [n], in nats
+    # Results of `TokenByteCosts.prefix_masses`, chunk by chunk; empty unless requested.
     prefix_masses: list[tuple[NDArray[np.float64], NDArray[np.int64]]]
 
     def bits(self) -> NDArray[np.float64]:
@@ -243,19 +231,11 @@ class _ScoredTokens:
         return np.bincount(owners, -self.logprobs / math.log(2), len(self.tokens_per_window)).astype(np.float64)
 
 
-def _read_batches(corpus: Iterable[Document]) -> Iterator[list[Document]]:
-    group: list[Document] = []
-    total = len(corpus) if isinstance(corpus, Sized) else None
-    with Progress("evaluate", total, "documents") as progress:
-        for document in corpus:
-            group.append(document)
-            if len(group) == READ_BATCH_SIZE:
-                yield group
-                progress.advance(len(group))
-                group = []
-        if group:
+def _read_batches(corpus: Iterable[Document], progress: Progress) -> Iterator[list[Document]]:
+    documents = iter(corpus)
+    with progress:
+        while group := list(islice(documents, READ_BATCH_SIZE)):
             yield group
-            progress.advance(len(group))
 
 
 def num_predicted_bytes(document: Document, sequence: TokenSequence, start: int | None = None) -> int:
@@ -297,12 +277,9 @@ def _shared_start(sequences: Sequence[TokenSequence]) -> int:
 def document_windows(
     sequence: TokenSequence, limit: int | None, start_ids: Sequence[int], first_byte: int = 0
 ) -> list[ScoringWindow]:
-    """Return the windows in which the trained text of a document is scored; empty without trained text.
+    """Return the windows of at most `limit` tokens in which the trained text of a document is scored.
 
-    Args:
-        limit: largest number of tokens per window; None: one window.
-        start_ids: the model's start tokens; each window begins with them if the document does.
-        first_byte: tokens before this byte of the text are not scored.
+    Each window begins with the model's start tokens if the document does. Tokens before `first_byte` are not scored.
     """
     scored_mask = sequence.train_mask & sequence.text_mask & (sequence.byte_starts >= first_byte)
     stop = int(np.flatnonzero(scored_mask)[-1]) + 1 if scored_mask.any() else 0
@@ -314,13 +291,9 @@ def document_windows(
 def split_into_windows(
     ids: NDArray[np.int32], scored_mask: NDArray[np.bool_], limit: int | None, start_ids: Sequence[int] = ()
 ) -> Iterator[ScoringWindow]:
-    """Yield the windows of a document, in order.
+    """Yield the windows of a document [T] in order; each token of the mask is scored in one of them.
 
-    Args:
-        ids: int32 [T], token ids.
-        scored_mask: bool [T], the tokens to score; each is scored in one window.
-        limit: largest number of tokens per window; None: one window.
-        start_ids: tokens with which the document begins, and each window.
+    `start_ids`: tokens with which the document begins, and each window.
     """
     if limit is None or len(ids) <= limit:
         yield ScoringWindow(ids, scored_mask)
@@ -336,6 +309,11 @@ def split_into_windows(
         fresh[: len(front) + done - start] = False
         yield ScoringWindow(np.concatenate([front, ids[start:stop]]), fresh, start - len(front))
         done = stop
+
+
+def _windows_per_document(windows: list[ScoringWindow], num_documents: int) -> NDArray[np.int64]:
+    indices = np.array([window.document_index for window in windows], np.int64)
+    return np.bincount(indices, minlength=num_documents)
 
 
 def _batch_windows(windows: list[ScoringWindow], tokens: int) -> Iterator[list[ScoringWindow]]:
@@ -379,9 +357,7 @@ class TokenByteCosts:
 
     This is exact for the observed tokenization; it does not sum over other tokenizations of the same bytes, as the
     probability of the next byte would (Phan et al. 2024, arXiv 2410.09303).
-
-    Args:
-        spellings: the bytes of each token; empty for control tokens.
+    `spellings`: the bytes of each token; empty for control tokens.
     """
 
     def __init__(self, spellings: Sequence[bytes]) -> None:
@@ -413,14 +389,9 @@ class TokenByteCosts:
         return bisect_left(self._sorted, kept[:-1] + bytes([kept[-1] + 1]))
 
     def prefix_masses(self, exps: Tensor, tokens: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return the probability mass of each prefix of some tokens.
+        """Return the mass of each prefix of some tokens [n] in rows [n, V] proportional to probabilities.
 
-        Args:
-            exps: [n, V], proportional to the probabilities of each row.
-            tokens: [n], the token of each row.
-
-        Returns:
-            float64 [prefixes], concatenated over tokens, at least one each; and int64 [n + 1], the range of each token.
+        float64 [prefixes], concatenated over tokens, at least one each; and int64 [n + 1], the range of each token.
         """
         self._order = self._order.to(exps.device)
         ranges = [self.prefix_ranges(token) for token in tokens]

@@ -41,18 +41,13 @@ class DocumentsOfCache:
 
 @dataclass(frozen=True)
 class _PreparedDocument:
-    """A document of the cache, prepared for the model: at most its context.
-
-    Attributes:
-        rows: int64 [N], positions of the hidden states that are compared.
-        teacher_top: the teacher's most likely tokens; None: agreement is not computed.
-    """
+    """A document of the cache, prepared for the model: at most its context."""
 
     row_number: int
     ids: NDArray[np.int32]
-    rows: NDArray[np.int64]
+    rows: NDArray[np.int64]  # [N], positions of the hidden states that are compared
     terms: tuple[LossCells, ...]
-    teacher_top: TeacherTopTokens | None
+    teacher_top: TeacherTopTokens | None  # the teacher's most likely tokens; None: agreement is not computed
 
 
 @torch.no_grad()
@@ -92,16 +87,17 @@ def compare_with_teacher(
             read = _prepare_documents(
                 tokenizer, cache, numbers, objectives, limit, with_top_tokens=matching is not None
             )
+            progress.advance(len(numbers) - len(read))
             for batch, states in _hidden_states(model, read, batch_tokens):
-                document_losses = _document_losses(model, batch, states)
-                for prepared, own, losses in zip(batch, states, document_losses, strict=True):
-                    sums[: len(objectives), prepared.row_number] = losses
+                for prepared, own in zip(batch, states, strict=True):
+                    _, losses = fused_loss(own, model.head, [term.to(own.device, 1.0) for term in prepared.terms])
+                    sums[: len(objectives), prepared.row_number] = losses.double().cpu().numpy()
                     counts[: len(objectives), prepared.row_number] = [term.denominator for term in prepared.terms]
                     if matching is not None:
                         sums[-1, prepared.row_number], counts[-1, prepared.row_number] = _count_agreements(
                             model, prepared, own, matching
                         )
-            progress.advance(len(numbers))
+                progress.advance(len(batch))
     model.train(training)
     if not counts.any():
         raise XtkError(
@@ -164,18 +160,6 @@ def _hidden_states(
         states = model(ids.to(device))
         yield batch, [states[row, torch.from_numpy(document.rows).to(device)] for row, document in enumerate(batch)]
         start += len(batch)
-
-
-def _document_losses(
-    model: BackboneWithHead, batch: list[_PreparedDocument], states: list[torch.Tensor]
-) -> list[NDArray[np.float64]]:
-    """Return the loss sums of each document, float64 [losses]."""
-    document_losses = []
-    for prepared, own in zip(batch, states, strict=True):
-        terms = [term.to(own.device, 1.0) for term in prepared.terms]
-        parts = fused_loss(own, model.head, terms)[1]
-        document_losses.append(parts.double().cpu().numpy())
-    return document_losses
 
 
 def _count_agreements(

@@ -26,17 +26,11 @@ BISECTION_STEPS = 60
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Median times of forward passes with a cache, in seconds.
+    """Median times of forward passes with a cache, in seconds."""
 
-    Attributes:
-        draft: of a pass of the draft, with one or two tokens.
-        target: of a pass of the target with one token, in generation by the target alone.
-        verifications: {k: a pass of the target with k + 1 tokens}.
-    """
-
-    draft: float
-    target: float
-    verifications: Mapping[int, float]
+    draft: float  # of a pass of the draft, with one or two tokens
+    target: float  # of a pass of the target with one token, in generation by the target alone
+    verifications: Mapping[int, float]  # {k: a pass of the target with k + 1 tokens}
 
     @property
     def ratio(self) -> float:
@@ -50,17 +44,11 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class BlockSizeMeasures:
-    """Measures of speculative decoding with blocks of one size, compared with the target alone on the same prompts.
+    """Measures of speculative decoding with blocks of one size, compared with the target alone on the same prompts."""
 
-    Attributes:
-        num_draft_tokens: proposals per block, k.
-        completions: one per prompt.
-        alone: completions of the same prompts by the target alone.
-    """
-
-    num_draft_tokens: int
-    completions: Sequence[SpeculativeCompletion]
-    alone: Sequence[SpeculativeCompletion]
+    num_draft_tokens: int  # proposals per block, k
+    completions: Sequence[SpeculativeCompletion]  # one per prompt
+    alone: Sequence[SpeculativeCompletion]  # completions of the same prompts by the target alone
 
     @cached_property
     def _counts(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -131,11 +119,7 @@ def expected_length(acceptance: float, num_draft_tokens: int) -> float:
 
 
 def break_even_acceptance(num_draft_tokens: int, cost: float) -> float | None:
-    """Return the acceptance from which a block is faster than the target alone; None: it never is.
-
-    Args:
-        cost: of a block, in steps of the target.
-    """
+    """Return the acceptance from which a block, of `cost` target steps, is faster than the target; None: never."""
     if cost >= num_draft_tokens + 1:
         return None
     low, high = 0.0, 1.0
@@ -154,15 +138,8 @@ def measure_drafts(
 ) -> list[tuple[list[BlockSizeMeasures], StepCosts]]:
     """Continue each prompt by the target alone, and with blocks of each size and draft, one after the other.
 
-    Args:
-        decoders: one per draft, with the same target.
-        prompts: int32 [T], at least one token each.
-        block_sizes: proposals per block, at least 1 each.
-        max_lengths: maximum length of each completion; the last block is complete.
-        seed: of the random numbers, with the index of a prompt.
-
-    Returns:
-        For each draft, the measures by block size, and the costs of steps.
+    `decoders`: one per draft, with the same target; `max_lengths`: of each completion, whose last block is complete.
+    Returns for each draft the measures by block size, and the costs of steps.
     """
     alone: list[SpeculativeCompletion] = []
     completions: list[dict[int, list[SpeculativeCompletion]]] = [{size: [] for size in block_sizes} for _ in decoders]

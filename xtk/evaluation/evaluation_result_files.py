@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +25,18 @@ ERROR_SUFFIXES = ("_error", "_stderr")
 DIFFERENCE_SUFFIX = "difference"
 # Settings whose results are not comparable: each value gets separate rows.
 SETTING_LABELS = {"reward": "{}", "temperature": "temperature {}", "num_fewshot": "{}-shot", "limit": "the first {}"}
-# Further settings, shown only where they distinguish two results of one model.
-OTHER_SETTING_LABELS = {
-    "teacher": "teacher {}",
-    "window": "window {}",
-    "num_generations": "{} answers each",
-    "seed": "seed {}",
-}
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """One metric of one model.
+    """One metric of one model."""
 
-    Attributes:
-        model: the model's name; the file's name if the file does not contain it.
-        error: its standard error; None: not in the file.
-        settings: labels of the settings in `SETTING_LABELS`.
-        other_settings: {name: label} of the settings in `OTHER_SETTING_LABELS`.
-    """
-
-    model: str
+    model: str  # the model's name; the file's name if the file does not contain it
     data: str
     metric: str
     value: float
-    error: float | None = None
-    settings: tuple[str, ...] = ()
-    other_settings: Mapping[str, str] = field(default_factory=dict)
+    error: float | None = None  # its standard error; None: not in the file
+    settings: tuple[str, ...] = ()  # labels of the settings in `SETTING_LABELS`
     file: str = ""
 
 
@@ -70,9 +55,6 @@ def read_results(path: Path) -> list[EvaluationResult]:
     Each object has `model`, `data` (or `task`) and numbers, or `results`: {task: {metric: number}}. Nested objects give
     metrics named `OUTER.INNER`. `NAME_error`, or `NAME_stderr`, is the standard error of `NAME`. Differences to another
     model are left out.
-
-    Raises:
-        CorruptError: the file does not have this form, or contains no metric.
     """
     read = [result for record in _read_records(path) for result in _results_of_record(record, path)]
     if not read:
@@ -129,16 +111,14 @@ def _results_of_record(record: Mapping[str, Any], path: Path) -> Iterator[Evalua
 def _results_of_metrics(
     model: str, data: str, record: Mapping[str, Any], all_settings: Mapping[str, Any], path: Path
 ) -> Iterator[EvaluationResult]:
-    settings, others = (tuple(_setting_texts(all_settings, names)) for names in (SETTING_LABELS, OTHER_SETTING_LABELS))
+    settings = tuple(_setting_labels(all_settings))
     values = dict(_flatten_metrics(record))
     numbers = {name: value for name, value in values.items() if value is not None}
     for name, value in numbers.items():
         if name.endswith(DIFFERENCE_SUFFIX) or _is_error(name, values.keys()):
             continue
         error = next((numbers[name + ending] for ending in ERROR_SUFFIXES if name + ending in numbers), None)
-        yield EvaluationResult(
-            model, data, name, value, error, tuple(text for _, text in settings), dict(others), str(path)
-        )
+        yield EvaluationResult(model, data, name, value, error, settings, str(path))
 
 
 def _is_error(name: str, names: Collection[str]) -> bool:
@@ -146,14 +126,14 @@ def _is_error(name: str, names: Collection[str]) -> bool:
     return any(name.endswith(ending) and name.removesuffix(ending) in names for ending in ERROR_SUFFIXES)
 
 
-def _setting_texts(record: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield names and labels of the settings in a record, without defaults: 0, except for num_fewshot."""
-    for name, form in names.items():
+def _setting_labels(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield labels of the settings in a record, without defaults: 0, except for num_fewshot."""
+    for name, form in SETTING_LABELS.items():
         value = record.get(name)
         if name == "reward" and not isinstance(value, str):  # a metric of another tool
             continue
         if isinstance(value, str | int | float) and (value or (name == "num_fewshot" and value == 0)):
-            yield name, form.format(Path(str(value)).name if name == "teacher" else value)
+            yield form.format(value)
 
 
 def finite_number(value: object) -> float | None:
@@ -183,29 +163,13 @@ def _flatten_metrics(record: Mapping[str, Any], before: str = "") -> Iterator[tu
 def result_rows(results: Sequence[EvaluationResult]) -> list[ResultRow]:
     """Return the rows of a table with one column per model; results with different settings are in different rows."""
     short_names = shorten_names(result.data for result in results)  # without local folders
-    groups: dict[tuple[str, ...], list[EvaluationResult]] = {}
-    for result in results:
-        groups.setdefault((short_names[result.data], *result.settings, result.metric), []).append(result)
     rows: dict[tuple[str, str], dict[str, EvaluationResult]] = {}
-    for (data, *settings, metric), group in groups.items():
-        distinguishing = [
-            name
-            for name in OTHER_SETTING_LABELS
-            if len({result.other_settings.get(name) for result in group}) > 1 and _has_conflict(group)
-        ]
-        for result in group:
-            name = ", ".join(
-                filter(None, [data, *settings, *(result.other_settings.get(other) for other in distinguishing)])
-            )
-            row = rows.setdefault((name, metric), {})
-            if row.setdefault(result.model, result).value != result.value:
-                raise _conflict_error(name, row[result.model], result)
+    for result in results:
+        name = ", ".join(filter(None, [short_names[result.data], *result.settings]))
+        row = rows.setdefault((name, result.metric), {})
+        if row.setdefault(result.model, result).value != result.value:
+            raise _conflict_error(name, row[result.model], result)
     return [ResultRow(data, metric, row) for (data, metric), row in rows.items()]
-
-
-def _has_conflict(group: Sequence[EvaluationResult]) -> bool:
-    """Return whether a model has two different values among these."""
-    return len({(result.model, result.value) for result in group}) > len({result.model for result in group})
 
 
 def _conflict_error(name: str, one: EvaluationResult, other: EvaluationResult) -> XtkError:

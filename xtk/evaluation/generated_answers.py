@@ -20,7 +20,6 @@ from xtk.rollouts.rollout_generation import generate_rollouts
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.text.tokenizer import Tokenizer
 
-COMPLETIONS_PER_BATCH = 256
 NON_FINITE_HINT = (
     "compute in float32 or bfloat16; if it stays, the weights are wrong: check them with xtk inspect MODEL --verify"
 )
@@ -32,14 +31,11 @@ def _gather_single_process(value: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class ProcessShare:
-    """The part of this process in an evaluation that several processes share.
-
-    Attributes:
-        all_gather_object: collective call that returns the objects of all processes, by rank.
-    """
+    """The part of this process in an evaluation that several processes share."""
 
     rank: int = 0
     num_processes: int = 1
+    # Collective call that returns the objects of all processes, by rank.
     all_gather_object: Callable[[Any], list[Any]] = _gather_single_process
 
 
@@ -57,21 +53,13 @@ class StopTruncatedRewards(WeightedRewards):
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """Rewards of a model's answers.
+    """Rewards of a model's answers."""
 
-    Attributes:
-        scores: float64 [P, n], the reward of each sample of each problem; nan where it could not be scored.
-        max_reward: the reward of a correct answer.
-        lengths: int64 [P, n], number of generated tokens.
-        truncated_fraction: fraction of answers that reached the length limit.
-        prompts_too_long: number of problems whose prompt fills the context; their scores are 0.
-    """
-
-    scores: NDArray[np.float64]
-    max_reward: float
-    lengths: NDArray[np.int64]
-    truncated_fraction: float
-    prompts_too_long: int
+    scores: NDArray[np.float64]  # [P, n], the reward of each sample of each problem; nan where it could not be scored
+    max_reward: float  # the reward of a correct answer
+    lengths: NDArray[np.int64]  # [P, n], number of generated tokens
+    truncated_fraction: float  # fraction of answers that reached the length limit
+    prompts_too_long: int  # number of problems whose prompt fills the context; their scores are 0
 
     @property
     def is_scored(self) -> NDArray[np.bool_]:
@@ -132,9 +120,6 @@ def pass_at_k(k: int, num_samples: int, num_correct: int) -> float:
     """Return the unbiased estimate of pass@k from n samples of which c are correct.
 
     `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1).
-
-    Raises:
-        ValueError: k is below 1 or above the number of samples.
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@k needs k from 1 to the number of samples ({num_samples}), not {k}")
@@ -154,14 +139,9 @@ def evaluate_answers(
     on_answer: Callable[[Prompt, Rollout], None] | None = None,
     process_share: ProcessShare | None = None,
 ) -> AnswerScores:
-    """Generate answers to problems, and return their rewards.
+    """Generate answers to problems, and return their rewards; completions are scored up to a stop string.
 
-    Args:
-        prompts: the problems, with the columns that the rewards need.
-        rewards: score completions up to a stop string of `sampling`.
-        on_answer: called with each prompt and completion.
-        process_share: this process's part, if several processes share the problems; then this is a collective call, and
-            all processes get the full result.
+    With `process_share`, several processes share the problems: a collective call, whose full result all get.
     """
     if num_generations > 1 and sampling.temperature == 0:
         raise XtkError(
@@ -179,7 +159,7 @@ def evaluate_answers(
     before = generator.num_sampled
     with Progress("evaluate", len(mine), "problems") as progress:
         progress.get_detail = lambda: f"{sampled:,} tokens" if (sampled := generator.num_sampled - before) else ""
-        for group in _batched(mine, max(1, COMPLETIONS_PER_BATCH // num_generations)):
+        for group in _batched(mine, max(1, generator.completions_at_once // num_generations)):
             rollouts = generate_rollouts(
                 group, generator, tokenizer, sampling, num_generations=num_generations, seed=seed,
                 rewards=rewards_to_stop, template_arguments=template_arguments,

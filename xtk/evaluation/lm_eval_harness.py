@@ -7,16 +7,18 @@ its sandbox (the reward `tests`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
+import itertools
 import logging
 import math
 import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,13 +26,12 @@ import numpy as np
 import torch
 
 from xtk import terminal
-from xtk.errors import XtkError
-from xtk.evaluation.generated_answers import AnswerScores, ProcessShare
-from xtk.evaluation.lm_eval_model import HarnessModel, check_finite_logits
-from xtk.evaluation.local_task_data import CODE_TASKS, CodeProblems, write_mmlu_tasks
+from xtk.errors import NonFiniteModelError, XtkError
+from xtk.evaluation.generated_answers import NON_FINITE_HINT, ProcessShare
 from xtk.evaluation.standard_errors import Estimate
 from xtk.models.saved_model import stop_token_ids
 from xtk.name_registry import nearest_name
+from xtk.progress import Progress
 from xtk.rollouts.transformers_generator import generation_mode
 from xtk.text.tokenizer import Tokenizer
 
@@ -38,53 +39,39 @@ BATCH_SIZE = 8
 BOOTSTRAP_SAMPLES = 1000  # for metrics that are not means: F1, BLEU, perplexity
 # The harness's default seed of few-shot examples, so that results are comparable with published ones.
 HARNESS_SEED = 1234
+PROGRESS_BATCH_SIZE = 512  # requests between progress updates; each batch is sorted by length
+# Consecutive requests per process: the choices of a problem share their context.
+REQUESTS_PER_TURN = 32
 _NOT_SCORES = frozenset({"name", "alias", "sample_len", "sample_count"})
 
 
 @dataclass(frozen=True)
 class HarnessConfig:
-    """Tasks and settings of lm-evaluation-harness.
+    """Tasks and settings of lm-evaluation-harness."""
 
-    Attributes:
-        tasks: names of tasks, groups or tags.
-        task_folders: {task: folder} for tasks that are read from a local folder: MMLU and code tasks.
-        num_fewshot: few-shot examples per problem; None: the task's default.
-        limit: largest number of problems per task, the first ones; 0: all.
-        apply_chat_template: format requests with the model's chat template, few-shot examples as turns.
-        seed: seed of few-shot examples and of sampling; 0: the harness's default.
-    """
-
-    tasks: tuple[str, ...]
+    tasks: tuple[str, ...]  # names of tasks, groups or tags
     include_path: str = ""
-    task_folders: Mapping[str, str] = field(default_factory=dict)
-    num_fewshot: int | None = None
-    limit: int = 0
+    num_fewshot: int | None = None  # few-shot examples per problem; None: the task's default
+    limit: int = 0  # largest number of problems per task, the first ones; 0: all
     batch_size: int = BATCH_SIZE
-    apply_chat_template: bool = False
+    apply_chat_template: bool = False  # format requests with the model's chat template, few-shot examples as turns
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
+    seed: int = 0  # seed of few-shot examples and of sampling; 0: the harness's default
 
 
 @dataclass(frozen=True)
 class HarnessResults:
-    """Results of a model on tasks.
+    """Results of a model on tasks."""
 
-    Attributes:
-        metrics: {task or group: {metric: (value, standard error)}}; the error is nan where there is none, the value
-            where it is not a number. Metrics have the harness's names, followed by a comma and the filter where that
-            is not "none".
-        num_problems, num_fewshot: {task: number}.
-        top_level_tasks: groups, and tasks that are in no group.
-        per_problem: {(task, metric): {problem: value}} for metrics that are means; empty unless requested.
-        samples: prompts and answers, one record per problem and filter.
-    """
-
+    # {task or group: {metric: (value, standard error)}}; the error is nan where there is none, the value where it is
+    # not a number. Metrics have the harness's names, followed by a comma and the filter where that is not "none".
     metrics: Mapping[str, Mapping[str, tuple[float, float]]]
-    num_problems: Mapping[str, int]
-    num_fewshot: Mapping[str, int]
-    top_level_tasks: Sequence[str]
+    num_problems: Mapping[str, int]  # {task: number}
+    num_fewshot: Mapping[str, int]  # {task: number}
+    top_level_tasks: Sequence[str]  # groups, and tasks that are in no group
+    # {(task, metric): {problem: value}} for metrics that are means; empty unless requested.
     per_problem: Mapping[tuple[str, str], Mapping[int, float]]
-    samples: Sequence[Mapping[str, Any]] = ()
+    samples: Sequence[Mapping[str, Any]] = ()  # prompts and answers, one record per problem and filter
 
     def difference(self, other: HarnessResults, task: str, metric: str) -> Estimate | None:
         """Return the difference to another model's metric, paired by problem; None without values per problem."""
@@ -113,21 +100,16 @@ class HarnessResults:
         return by_task
 
 
+def parse_task_names(text: str) -> tuple[str, ...]:
+    """Return the names in `gsm8k,mmlu`, each once."""
+    return tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+
+
 class Harness:
     """Loaded tasks, for the evaluation of several models."""
 
     def __init__(self, config: HarnessConfig) -> None:
-        code = [name for name in config.tasks if name in CODE_TASKS and name in config.task_folders]
-        self._code_problems = [
-            CodeProblems(name, config.task_folders[name], config.limit, chat=config.apply_chat_template,
-                         template_arguments=config.template_arguments)
-            for name in code
-        ]  # fmt: skip
-        config = replace(config, tasks=tuple(name for name in config.tasks if name not in code))
         self.config = config
-        self._loaded: Any = None
-        if not config.tasks:
-            return
         if importlib.util.find_spec("lm_eval") is None:
             raise XtkError(
                 "evaluating tasks needs the package lm-evaluation-harness, which is not installed",
@@ -139,8 +121,8 @@ class Harness:
                 where=config.include_path,
                 hint="use --include-path FOLDER with a folder that contains task YAML files",
             )
-        with _silence_output(), preserve_random_states(), tempfile.TemporaryDirectory() as folder:
-            self._loaded = self._load(write_mmlu_tasks(config.task_folders, Path(folder)))
+        with _silence_output(), preserve_random_states():
+            self._loaded = self._load()
             without = [name for name, task in self._loaded["tasks"].items() if not self._prepare(name, task)]
         if without:
             terminal.note(
@@ -148,15 +130,14 @@ class Harness:
                 "these tasks are defined without examples"
             )
 
-    def _load(self, paths: list[Path]) -> Any:
+    def _load(self) -> Any:
         from lm_eval.tasks import TaskManager
 
         config = self.config
         known: list[str] = []
-        paths = [*([Path(config.include_path)] if config.include_path else []), *paths]
         # Reading the names of all tasks of the harness takes ten seconds.
-        for with_own in (False, True) if paths else (True,):
-            manager = TaskManager(include_path=paths or None, include_defaults=with_own)
+        for with_own in (False, True) if config.include_path else (True,):
+            manager = TaskManager(include_path=config.include_path or None, include_defaults=with_own)
             known = manager.all_tasks
             if set(config.tasks) <= set(known):
                 for name in config.tasks:  # before their code or data are loaded
@@ -192,27 +173,9 @@ class Harness:
     ) -> HarnessResults:
         """Return the results of a model; random states and the model's mode are restored afterwards.
 
-        Args:
-            max_length: context length in tokens; None: from the model's configuration.
-            keep_samples: keep prompts, answers and values per problem, which differences need.
-            process_share: this process's part, if several processes share the requests; then this is a collective call,
-                and all processes get the full results.
+        `keep_samples`: keep prompts, answers and values per problem, which differences need. With `process_share`,
+        several processes share the requests: a collective call, whose full results all get.
         """
-        process_share = process_share or ProcessShare()
-        with preserve_random_states():
-            parts = [
-                _code_results(
-                    code_problem, *code_problem.evaluate(model, tokenizer, process_share, keep_samples=keep_samples)
-                )
-                for code_problem in self._code_problems
-            ]
-        if self._loaded is not None:
-            parts.append(self._evaluate_harness(model, tokenizer, max_length, process_share, keep_samples=keep_samples))
-        return _merge_results(parts)
-
-    def _evaluate_harness(
-        self, model: Any, tokenizer: Tokenizer, max_length: int | None, share: ProcessShare, *, keep_samples: bool
-    ) -> HarnessResults:
         from lm_eval import evaluator
 
         config = self.config
@@ -226,8 +189,8 @@ class Harness:
                 check_finite_logits(inner)
                 self._seed()
                 lm = HarnessModel(inner, tokenizer, batch_size=config.batch_size, max_length=max_length,
-                                  template_arguments=dict(config.template_arguments), process_share=share,
-                                  stderr=stderr)  # fmt: skip
+                                  template_arguments=dict(config.template_arguments),
+                                  process_share=process_share or ProcessShare(), stderr=stderr)  # fmt: skip
                 output = evaluator.evaluate(
                     lm, self._loaded, limit=config.limit or None, bootstrap_iters=BOOTSTRAP_SAMPLES,
                         log_samples=keep_samples,
@@ -251,35 +214,10 @@ class Harness:
 
 def _refuse_code(name: str, unsafe: object) -> None:
     if unsafe:
-        local = f"use the task {name}=FOLDER, or " if name in CODE_TASKS else ""
         raise XtkError(
             f"the task {name} executes generated code without a sandbox, which xtk does not allow",
-            hint=f"{local}run xtk evaluate-answers MODEL PROBLEMS.jsonl --reward tests, which uses xtk's sandbox",
+            hint="run xtk evaluate-answers MODEL PROBLEMS.jsonl --reward tests, which uses xtk's sandbox",
         )
-
-
-def _code_results(
-    task: CodeProblems, answers: AnswerScores, numbers: Sequence[int], samples: Sequence[Mapping[str, Any]]
-) -> HarnessResults:
-    name, metric, judged = task.name, "pass@1", answers.is_scored
-    estimate = answers.pass_at(1)
-    single = {
-        number: float(score) for number, score, one in zip(numbers, answers.scores[:, 0], judged, strict=True) if one
-    }
-    error = math.nan if estimate.finite_error is None else estimate.finite_error
-    return HarnessResults({name: {metric: (estimate.value, error)}}, {name: int(judged.sum())}, {name: 0}, [name],
-                  {(name, metric): single}, samples)  # fmt: skip
-
-
-def _merge_results(parts: Sequence[HarnessResults]) -> HarnessResults:
-    return HarnessResults(
-        {task: values for part in parts for task, values in part.metrics.items()},
-        {task: number for part in parts for task, number in part.num_problems.items()},
-        {task: number for part in parts for task, number in part.num_fewshot.items()},
-        [task for part in parts for task in part.top_level_tasks],
-        {key: values for part in parts for key, values in part.per_problem.items()},
-        [sample for part in parts for sample in part.samples],
-    )
 
 
 def _parse_results(output: Mapping[str, Any]) -> HarnessResults:
@@ -388,3 +326,100 @@ def _silence_output() -> Iterator[TextIO]:
         os.environ.pop("DISABLE_MULTIPROC")
         if multiproc is not None:
             os.environ["DISABLE_MULTIPROC"] = multiproc
+
+
+class HarnessModel:
+    """The harness's class for transformers models around a loaded model; several processes can share the requests."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int,
+        max_length: int | None,
+        template_arguments: dict[str, Any],
+        process_share: ProcessShare,
+        stderr: TextIO,
+    ) -> None:
+        from lm_eval.models.huggingface import HFLM
+
+        # The harness enters its own autocast, which without a dtype would disable that of the training loop.
+        device = model.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self._model = HFLM(pretrained=model, backend="causal", tokenizer=harness_tokenizer(tokenizer),
+                           batch_size=batch_size, max_length=max_length, mixed_precision_dtype=dtype,
+                           chat_template_args=template_arguments)  # fmt: skip
+        self._model._loglikelihood_tokens = functools.partial(_without_progress, self._model._loglikelihood_tokens)
+        self._share, self._stderr = process_share, stderr
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the harness's model."""
+        return getattr(self._model, name)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer for the harness's request cache, which xtk does not use."""
+        return "xtk"
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
+        """Return (log-probability, whether greedy decoding gives it) of each continuation."""
+        answers = self._run_in_batches(self._model.loglikelihood, requests)
+        _refuse_nan(logprob for logprob, _ in answers)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
+        """Return the log-probability of each text."""
+        answers = self._run_in_batches(self._model.loglikelihood_rolling, requests)
+        _refuse_nan(answers)
+        return answers
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
+        """Return the generated text of each request."""
+        return self._run_in_batches(self._model.generate_until, requests)
+
+    def _run_in_batches(self, method: Callable[..., list[Any]], requests: Sequence[Any]) -> list[Any]:
+        """Answer this process's requests in batches with progress, and return the answers of all processes."""
+        share, results = self._share, list[Any]()
+        indices = range(len(requests))
+        by_rank = [
+            [index for index in indices if index // REQUESTS_PER_TURN % share.num_processes == rank]
+            for rank in range(share.num_processes)
+        ]
+        mine = by_rank[share.rank]
+        with contextlib.redirect_stderr(self._stderr), Progress("evaluate", len(mine), "requests") as progress:
+            for start in range(0, len(mine), PROGRESS_BATCH_SIZE):
+                part = [requests[at] for at in mine[start : start + PROGRESS_BATCH_SIZE]]
+                results += method(part, disable_tqdm=True)
+                progress.advance(len(part))
+        answers = dict(zip(itertools.chain(*by_rank), itertools.chain(*share.all_gather_object(results)), strict=True))
+        return [answers[at] for at in range(len(requests))]
+
+
+def check_finite_logits(model: Any) -> None:
+    """Refuse a model whose logits are not finite: its most likely answers would have scores like any others."""
+    with torch.no_grad():
+        ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+        logits = model(input_ids=ids).logits
+    _refuse_nan([float("nan") if bool(logits.isnan().any() or logits.isposinf().any()) else 0.0])
+
+
+def _refuse_nan(values: Iterable[float]) -> None:
+    """Refuse log-probabilities that are not numbers."""
+    if any(math.isnan(value) for value in values):
+        raise NonFiniteModelError("the model gives log-probabilities that are not a number", hint=NON_FINITE_HINT)
+
+
+def harness_tokenizer(tokenizer: Tokenizer) -> Any:
+    """Return a tokenizer of transformers, which puts the start token in front of texts where the model's does."""
+    from transformers import PreTrainedTokenizerFast
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in tokenizer.to_files(with_start=True).items():
+            Path(folder, name).write_bytes(content)
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _without_progress(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a method of the harness without its progress bars, which some callers request in spite of `disable_tqdm`."""
+    return method(*arguments, **{**options, "disable_tqdm": True})

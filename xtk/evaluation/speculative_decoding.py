@@ -28,19 +28,12 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True)
 class SpeculativeCompletion:
-    """A completion, and the blocks in which it was generated.
+    """A completion, and the blocks in which it was generated."""
 
-    Attributes:
-        ids: int32 [n], up to and including a stop token, else at least the maximum length: the last block is complete.
-        positions: int16 [n], position of each token in its block; 0 begins a block.
-        origins: int8 [n], ACCEPTED, REPLACED or ADDED.
-        seconds: time of all blocks, without that of reading the prompt.
-    """
-
-    ids: NDArray[np.int32]
-    positions: NDArray[np.int16]
-    origins: NDArray[np.int8]
-    seconds: float
+    ids: NDArray[np.int32]  # [n], up to a stop token, else at least the maximum length: the last block is complete
+    positions: NDArray[np.int16]  # [n], position of each token in its block; 0 begins a block
+    origins: NDArray[np.int8]  # [n], ACCEPTED, REPLACED or ADDED
+    seconds: float  # time of all blocks, without that of reading the prompt
 
     @property
     def num_blocks(self) -> int:
@@ -65,20 +58,12 @@ def _wait_for_device(values: Tensor) -> None:
 
 @dataclass
 class CachedModel:
-    """A causal language model with the key-value cache of one text.
+    """A causal language model with the key-value cache of one text."""
 
-    Args:
-        model: a transformers model with attention layers only, in eval mode.
-        vocab_size: tokens of its tokenizer; further rows of its head are ignored.
-
-    Attributes:
-        length: number of tokens in the cache.
-        step_seconds: {number of tokens of a forward pass: times}, without those of prompts.
-    """
-
-    model: Any
-    vocab_size: int
-    length: int = 0
+    model: Any  # a transformers model with attention layers only, in eval mode
+    vocab_size: int  # tokens of its tokenizer; further rows of its head are ignored
+    length: int = 0  # number of tokens in the cache
+    # {number of tokens of a forward pass: times}, without those of prompts.
     step_seconds: dict[int, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -148,13 +133,9 @@ class SpeculativeDecoder:
     def generate(
         self, prompt: NDArray[np.int32], num_draft_tokens: int, max_length: int, seed: int
     ) -> SpeculativeCompletion:
-        """Return a completion.
+        """Return a completion of a prompt [T] of at least one token; no block begins after `max_length` tokens.
 
-        Args:
-            prompt: int32 [T], at least one token.
-            num_draft_tokens: proposals per block; 0: the target alone.
-            max_length: tokens after which no further block begins.
-            seed: of the random numbers.
+        `num_draft_tokens`: proposals per block; 0: the target alone.
         """
         generator = torch.Generator(self.target.model.get_input_embeddings().weight.device).manual_seed(seed)
         ids: list[int] = prompt.tolist()

@@ -11,15 +11,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its standard error.
-
-    Attributes:
-        value: the value.
-        error: its standard error, clustered by problem or document, because values of one problem are not independent
-            (Miller 2024, Adding Error Bars to Evals); nan for a single problem or document.
-    """
+    """A value with its standard error."""
 
     value: float
+    # Its standard error, clustered by problem or document, because values of one problem are not independent (Miller
+    # 2024, Adding Error Bars to Evals); nan for a single problem or document.
     error: float
 
     @classmethod
@@ -41,14 +37,10 @@ class Ratio:
 
     Long documents weigh more than short ones. The error is that of a ratio estimator with documents as clusters
     (Cochran 1977, Sampling Techniques, chapter 6).
-
-    Attributes:
-        sums: float64 [D], numerator of each document.
-        counts: float64 [D], denominator of each document; 0: the document is not included.
     """
 
-    sums: NDArray[np.float64]
-    counts: NDArray[np.float64]
+    sums: NDArray[np.float64]  # [D], numerator of each document
+    counts: NDArray[np.float64]  # [D], denominator of each document; 0: the document is not included
 
     @property
     def value(self) -> float:
@@ -64,9 +56,6 @@ class Ratio:
         """Return the difference to another ratio over the same documents, paired by document.
 
         Pairing removes the difficulty of documents from the standard error (Miller 2024).
-
-        Raises:
-            ValueError: the numbers of documents differ.
         """
         if len(self.sums) != len(other.sums):
             raise ValueError(

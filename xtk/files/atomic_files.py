@@ -7,6 +7,7 @@ import filecmp
 import glob
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -17,17 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from xtk.errors import CorruptError, XtkError
-from xtk.files.safe_artifact_files import read_regular_file
+from xtk.files.safe_artifact_files import regular_file
 from xtk.untrusted_json import parse_json
 
 TEMPORARY_PREFIX = ".xtk-tmp-"
-MAX_JSON_BYTES = 1 << 28  # recipes, run files and weight indexes
-MAX_JSON_LINES_BYTES = 1 << 34  # metrics and rollouts
 
 
 def canonical_json(content: Any) -> str:
     """Return canonical JSON: equal content gives equal text."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def nan_to_none(value: float) -> float | None:
+    """Return a number for JSON, which has no NaN."""
+    return None if math.isnan(value) else value
 
 
 def sha256(content: bytes | str) -> str:
@@ -45,14 +49,12 @@ def sha256_of_file(path: Path) -> str:
 
 @contextlib.contextmanager
 def atomic_write(
-    path: Path, *, publish: Callable[[Path, Path], object] = Path.replace, clean: bool = True
+    path: Path,
+    *,
+    publish: Callable[[Path, Path], object] = Path.replace,  # gives the temporary file its final name
+    clean: bool = True,  # list the folder and remove temporary files that killed writers of this file left
 ) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`; it is synced and renamed if the block succeeds, else removed.
-
-    Args:
-        publish: gives the temporary file its final name.
-        clean: list the folder and remove temporary files that killed writers of this file left.
-    """
+    """Yield a temporary path in the folder of `path`; it is synced and renamed if the block succeeds, else removed."""
     if path.is_dir():
         what = "the output must be a file, but this path is a folder"
         raise XtkError(what, where=str(path), hint="use another output path, or move the folder away")
@@ -124,11 +126,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def parse_json_object(content: bytes, where: str, hint: str | None = None) -> dict[str, Any]:
-    """Return the JSON object that a file contains.
-
-    Raises:
-        CorruptError: not JSON, not UTF-8, nested too deep, or not an object.
-    """
+    """Return the JSON object that a file contains."""
     try:
         parsed = parse_json(content.decode("utf-8"), what="this file", where=where)
     except UnicodeDecodeError as failure:
@@ -142,15 +140,15 @@ def parse_json_object(content: bytes, where: str, hint: str | None = None) -> di
     return parsed
 
 
-def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a regular file; links, devices and larger files are a CorruptError."""
-    return parse_json_object(read_regular_file(path.parent, path.name, max_bytes), str(path))
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a regular file; links and devices are a CorruptError."""
+    return parse_json_object(regular_file(path.parent, path.name).read_bytes(), str(path))
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects of a JSON Lines file, [] if it does not exist; an incomplete last line is skipped."""
     try:
-        content = read_regular_file(path.parent, path.name, MAX_JSON_LINES_BYTES)
+        content = regular_file(path.parent, path.name).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return []
     # Not splitlines: it also splits at U+2028, which texts may contain.
@@ -184,8 +182,7 @@ def remove_stale_temporary_files(folder: Path, name: str | None = None) -> None:
 def temporary_name(name: str) -> str:
     """Return a unique temporary name for a file while it is written."""
     # Threads and machines that share a folder write at the same time: the process id alone is not unique.
-    writer = f"{os.getpid()}.{_start_time(os.getpid())}"
-    temporary = f"{TEMPORARY_PREFIX}{writer}@{_host_hash()}-{secrets.token_hex(4)}-{name}"
+    temporary = f"{TEMPORARY_PREFIX}{os.getpid()}@{_host_hash()}-{secrets.token_hex(4)}-{name}"
     _named_here.add(temporary)
     return temporary
 
@@ -197,23 +194,10 @@ def is_stale_temporary_file(name: str) -> bool:
     process, _, host = name.removeprefix(TEMPORARY_PREFIX).partition("-")[0].partition("@")
     if host not in ("", _host_hash()):
         return False
-    number, _, started = process.partition(".")
-    if not number.isdigit():
+    if not process.isdigit():
         return True
-    # The id of a killed process may be given again: compare start times, and names for our own id.
-    if int(number) == os.getpid():
-        return name not in _named_here
-    return not Path(f"/proc/{number}").exists() or (bool(started) and started != _start_time(int(number)))
-
-
-def _start_time(process: int) -> str:
-    """Return when a process of this machine started, in ticks of its clock; "" if that is unknown."""
-    with contextlib.suppress(OSError, IndexError):
-        # The name of the program, in brackets, may contain spaces.
-        return (
-            Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
-        )
-    return ""
+    # In a container, a process often has the id of a killed one before.
+    return name not in _named_here if int(process) == os.getpid() else not Path(f"/proc/{process}").exists()
 
 
 def _host_hash() -> str:

@@ -23,9 +23,13 @@ class InvalidValueError(ValueError):
     """A value that its type does not allow."""
 
     def __init__(self, path: str, value: object, expected: str) -> None:
-        shown = repr(value)
-        shown = shown if len(shown) <= MAX_SHOWN_CHARACTERS else shown[: MAX_SHOWN_CHARACTERS - 3] + "..."
+        shown = shorten(repr(value), MAX_SHOWN_CHARACTERS)
         super().__init__(f"has an invalid value: {path or 'its content'} is {shown}, but must be {expected}")
+
+
+def shorten(text: str, length: int = 80) -> str:
+    """Return a text for a message: with ... at its end if it is longer."""
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def check_json(content: object, expected: type, where: str, hint: str | None = None) -> None:
@@ -35,10 +39,7 @@ def check_json(content: object, expected: type, where: str, hint: str | None = N
 
     - `int` from 0, `float` (finite), `str`, `Annotated[int, LOWEST, HIGHEST]`, `Annotated[str, PATTERN]`, `Literal`
     - `list[...]`, `dict[str, ...]`, another `TypedDict`, `... | None`
-    - `Any`: JSON with finite numbers, nested at most `MAX_DEPTH` deep
-
-    Raises:
-        CorruptError: names the first key that is missing or has another value.
+    - `Any`: JSON with finite numbers, nested at most `MAX_DEPTH` deep; `object`: any value, also from a user
     """
     try:
         _check_of(expected)(content, "")
@@ -54,6 +55,8 @@ def _check_of(expected: Any) -> Check:
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if typing.is_typeddict(expected):
         return _check_of_object(expected)
+    if expected is object:
+        return lambda value, path: None
     if origin in (typing.Union, types.UnionType):
         inner = _check_of(arguments[0])
         return lambda value, path: None if value is None else inner(value, path)

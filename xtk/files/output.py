@@ -37,21 +37,14 @@ Finished = TypeVar("Finished", covariant=True)
 
 @dataclass(frozen=True)
 class OutputKind(Generic[Finished]):
-    """A kind of output, and how its command recognizes it.
+    """A kind of output, and how its command recognizes it."""
 
-    Attributes:
-        name: in messages, such as "a projection".
-        is_own: returns whether an existing file, or a folder with files, is of this kind.
-        finished: returns the output at a path if a request made it, and refuses that of another request.
-        is_folder: whether it is a folder.
-        has_force: whether the command has the option --force.
-    """
-
-    name: str
-    is_own: Callable[[Path], bool] = lambda path: True
+    name: str  # in messages, such as "a projection"
+    is_own: Callable[[Path], bool] = lambda path: True  # whether an existing file, or full folder, is of this kind
+    # Returns the output at a path if a request made it, and refuses that of another request.
     finished: Callable[[Path, Any], Finished | None] = lambda path, request: None
-    is_folder: bool = False
-    has_force: bool = True
+    is_folder: bool = False  # whether it is a folder
+    has_force: bool = True  # whether the command has the option --force
 
 
 class Output(Generic[Finished]):
@@ -73,14 +66,7 @@ class Output(Generic[Finished]):
             self._check_file(inputs)
 
     def find_finished(self, request: Any = None) -> Finished | None:
-        """Refuse what the command did not write, and the output of another request, before any work.
-
-        Args:
-            request: identifies inputs and options, as the kind compares them; None if they are not known yet.
-
-        Returns:
-            The finished output of this request; None if the command has to write it, or without a request.
-        """
+        """Refuse what the command did not write, or for another request; return a finished one of this request."""
         names = list_folder(self.path) if self.kind.is_folder else [self.path.name] if self.path.exists() else []
         if not names or self.force:
             return None
@@ -173,7 +159,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def writer_lock(path: Path, what: str, writer_index: int = 0) -> Iterator[None]:
+def writer_lock(path: Path, what: str, writer_index: int = 0, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Lock an output path, with a lock file next to it, which the kernel releases when the process ends.
 
     Without permission for the lock file, or on a file system without locks, nothing is locked.
@@ -181,6 +167,7 @@ def writer_lock(path: Path, what: str, writer_index: int = 0) -> Iterator[None]:
     Args:
         what: kind of output, for messages.
         writer_index: number of the writer, if several may write at the same time.
+        seconds: how long to wait for another process; -1: until it ends.
     """
     from filelock import FileLock, Timeout
 
@@ -192,7 +179,7 @@ def writer_lock(path: Path, what: str, writer_index: int = 0) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(file, LOCK_SECONDS, mode=0o666, poll_interval=0.01, fallback_to_soft=False)
+            lock = FileLock(file, seconds, mode=0o666, poll_interval=0.01, fallback_to_soft=False)
             held.enter_context(lock)
             held.callback(file.unlink, missing_ok=True)  # while it is held: who waits for it creates another one
             file.write_text(f"process {os.getpid()} on {socket.gethostname()}"[:MAX_HOLDER_LENGTH], encoding="utf-8")
@@ -242,12 +229,7 @@ def check_output_path(path: Path, *, require_utf8: bool = False) -> None:
 
 
 def check_output_folder(path: Path, what: str, inputs: Iterable[str | Path] = (), *, force: bool = False) -> None:
-    """Refuse a folder that cannot be created, or that is or contains an input; with `force`, the working directory too.
-
-    Args:
-        what: the kind of output, such as "a cache".
-        inputs: paths among the inputs of the command.
-    """
+    """Refuse a folder that cannot be created, or is or contains an input; with `force`, the working directory too."""
     if path.exists() and not path.is_dir():
         raise XtkError(f"{what} must be a folder, but this path is a file", where=str(path), hint=OTHER_PATH_HINT)
     check_output_path(path, require_utf8=True)

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from xtk.errors import CorruptError, XtkError
-from xtk.files.atomic_files import (
-    TEMPORARY_PREFIX,
-    atomic_write,
-    remove_stale_temporary_files,
-    sha256,
-    temporary_name,
-)
+from xtk.files.atomic_files import atomic_write, remove_stale_temporary_files, sha256, temporary_name
+from xtk.files.output import writer_lock
 from xtk.files.safe_artifact_files import check_file_name
 from xtk.writable_cache_folders import user_cache_folder
 
@@ -26,7 +19,6 @@ VERSION_TAG_KEYS = ("ETag", "etag", "md5Hash", "generation", "content_md5", "blo
                     "created")  # fmt: skip
 # Allowed names of remote files.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-LIMIT_VARIABLE = "XTK_REMOTE_CACHE_GB"
 TAG_FOLDER = "tags"
 
 
@@ -104,23 +96,18 @@ def _error_hint(failure: BaseException, protocol: str) -> str:
 
 
 class DownloadCache:
-    """Local copies of the files of one remote folder, in `remote/HASH_OF_ITS_NAME` of the user's cache folder.
-
-    `XTK_REMOTE_CACHE_GB` limits the size of `remote`; the least recently used files are removed first. A removed file
-    stays readable for processes that have mapped it.
-    """
+    """Local copies of the files of one remote folder, in `remote/HASH_OF_ITS_NAME` of the user's cache folder."""
 
     def __init__(self, name: str) -> None:
         try:
-            self._all = user_cache_folder() / "remote"
+            all_copies = user_cache_folder() / "remote"
         except RuntimeError as failure:
             raise XtkError(
                 f"the cache folder for downloaded files cannot be found: {failure}", hint="set XTK_CACHE=FOLDER"
             ) from None
-        self.folder = self._all / sha256(name).removeprefix("sha256:")[:24]
-        self._limit = _size_limit()
-        self._lock = Lock()
+        self.folder = all_copies / sha256(name).removeprefix("sha256:")[:24]
         self._cached_tags: dict[str, str] = {}
+        self._is_clean = False
 
     def get(self, file: str, size: int, version_tag: str, fetch: Callable[[Path], None], where: str) -> Path:
         """Return the local copy of a file; download it unless a copy with this size and tag exists.
@@ -134,10 +121,19 @@ class DownloadCache:
         mark = f"{size} {version_tag}"
         if self._is_cached(path, size, mark):
             return path
-        self._evict(size)
-        marked = self.folder / TAG_FOLDER / file
+        if not self._is_clean:  # once: listing the folder for each of thousands of files takes minutes
+            self._is_clean = True
+            for folder in (self.folder, self.folder / TAG_FOLDER):
+                remove_stale_temporary_files(folder)
+        with writer_lock(path, "download", seconds=-1):  # one of the processes of a run downloads it
+            if not self._is_cached(path, size, mark):
+                self._download(path, size, mark, fetch, where)
+        return path
+
+    def _download(self, path: Path, size: int, mark: str, fetch: Callable[[Path], None], where: str) -> None:
+        marked = self.folder / TAG_FOLDER / path.name
         marked.unlink(missing_ok=True)  # a tag must never be combined with another content
-        with atomic_write(path) as temporary:
+        with atomic_write(path, clean=False) as temporary:
             fetch(temporary)
             came = temporary.stat().st_size
             if came != size:
@@ -146,10 +142,9 @@ class DownloadCache:
                     where=where,
                     hint="run the same command again",
                 )
-        with atomic_write(marked) as temporary:
+        with atomic_write(marked, clean=False) as temporary:
             temporary.write_text(mark, encoding="utf-8")
-        self._cached_tags[file] = mark
-        return path
+        self._cached_tags[path.name] = mark
 
     @contextlib.contextmanager
     def upload_path(self, file: str) -> Iterator[Path]:
@@ -171,39 +166,6 @@ class DownloadCache:
                 if (self.folder / TAG_FOLDER / path.name).read_text(encoding="utf-8") != mark:
                     return False
                 self._cached_tags[path.name] = mark
-            if self._limit is not None:
-                os.utime(path)  # the least recently used files are removed first
         except OSError:
             return False
         return True
-
-    def _evict(self, size: int) -> None:
-        if self._limit is None:
-            return
-        with self._lock:
-            # List again: other processes write copies here too.
-            held = sorted(
-                (status.st_mtime_ns, status.st_size, path)
-                for path in self._all.glob("*/*")
-                if not path.name.startswith(TEMPORARY_PREFIX) and path.is_file() and (status := path.stat())
-            )
-            used = sum(bytes_ for _, bytes_, _ in held)
-            for _, bytes_, path in held:
-                if used + size <= self._limit:
-                    break
-                path.unlink(missing_ok=True)
-                used -= bytes_
-
-
-def _size_limit() -> int | None:
-    given, limit = os.environ.get(LIMIT_VARIABLE), -1.0
-    if not given:
-        return None
-    with contextlib.suppress(ValueError):
-        limit = float(given)
-    if not limit > 0:
-        raise XtkError(
-            f"{LIMIT_VARIABLE} is {given}, but must be a positive number of gigabytes",
-            hint=f"set, for example, {LIMIT_VARIABLE}=200",
-        )
-    return int(limit * 1e9)

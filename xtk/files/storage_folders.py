@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.errors import CorruptError, XtkError
+from xtk.errors import XtkError
 from xtk.files.atomic_files import (
     atomic_write,
     is_stale_temporary_file,
@@ -27,9 +27,8 @@ from xtk.files.atomic_files import (
 )
 from xtk.files.output import check_output_folder, move_folder_aside, writer_lock
 from xtk.files.remote_storage import DownloadCache, listed_name, open_file_system, store_errors, version_tag
-from xtk.files.safe_artifact_files import open_regular_file, read_regular_file
+from xtk.files.safe_artifact_files import regular_file
 
-MAX_FILE_BYTES = 1 << 29  # enough for a tokenizer, or a vocabulary order of ten million tokens
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 # In these stores an object is visible only when it is complete; elsewhere readers see a growing file.
@@ -39,11 +38,7 @@ TRANSFER_THREADS = 16
 
 
 class LocalFolder:
-    """A folder in the local file system, whose files are written atomically; `RemoteFolder` has the same methods.
-
-    Args:
-        path: of the folder; it does not have to exist.
-    """
+    """A local folder, which need not exist; files are written atomically. `RemoteFolder` has the same methods."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,24 +75,15 @@ class LocalFolder:
                     sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
         return sizes
 
-    def read(self, file: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-        """Return the content of a file.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            CorruptError: it is larger than `max_bytes`, or not a regular file.
-        """
-        return read_regular_file(self.path, file, max_bytes)
+    def read(self, file: str) -> bytes:
+        """Return the content of a file, which must be a regular one, or raise FileNotFoundError."""
+        return regular_file(self.path, file).read_bytes()
 
     def local_path(self, file: str) -> Path:
-        """Return the path of a file, which can be memory-mapped.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            CorruptError: it is not a regular file, or its download is incomplete.
-        """
-        os.close(open_regular_file(self.path, file))
-        return self.path / file
+        """Return the path of a regular file, which can be memory-mapped, or raise FileNotFoundError."""
+        path = regular_file(self.path, file)
+        path.stat()
+        return path
 
     def check_regular(self, files: Iterable[str]) -> None:
         """Refuse links, devices and folders with these names."""
@@ -119,9 +105,7 @@ class LocalFolder:
         """Hard-link files of another folder on the same file system into this one; else copy them.
 
         The next written file syncs the links to disk: the manifest, the last file, never exists without them.
-
-        Args:
-            files: {name in the source: name in this folder}; existing files are replaced.
+        `files`: {name in the source: name in this folder}; existing files are replaced.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         source.prefetch(list(files))
@@ -211,20 +195,11 @@ class RemoteFolder:
         self._listing = {listed_name(entry["name"], self._root): entry for entry in entries if entry not in itself}
         return {file: int(entry.get("size") or 0) for file, entry in self._listing.items()}
 
-    def read(self, file: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    def read(self, file: str) -> bytes:
         """Return the content of a file."""
         with self._store_errors("this remote file cannot be read", file, missing=True):
-            size = int(self._fs.size(self._path(file)) or 0)
-            if size <= max_bytes:
-                content: bytes = self._fs.cat_file(self._path(file))
-                size = len(content)
-        if size > max_bytes:
-            raise CorruptError(
-                f"this file has {size:,} bytes; files of this kind have at most {max_bytes:,}",
-                where=self.path_of(file),
-                hint="copy the file again, or create it again with the command that wrote it",
-            )
-        return content
+            content: bytes = self._fs.cat_file(self._path(file))
+            return content
 
     def local_path(self, file: str) -> Path:
         """Return a local copy of a file; download it unless the current version is already cached."""

@@ -1,4 +1,4 @@
-"""Teacher caches as files for other tools: token ids with log-probabilities."""
+"""Teacher caches as Parquet files for other tools: token ids with log-probabilities."""
 
 from __future__ import annotations
 
@@ -24,18 +24,15 @@ from xtk.text.teacher_tokenization import teacher_views
 CONTENT_COLUMNS = ("messages", "tools", "segments", "prompt", "completion")
 SAMPLING_COLUMNS = ("num_samples", "num_sample_sets")
 _ROWS_PER_GROUP, _MARK = 256, b"xtk-export"
-VERSION_KEY, VERSION = "xtk_export", 1
-_JSON_START = b'{"xtk_export": 1, '  # of each line: only such files are replaced
 
 
 def _is_export(path: Path) -> bool:
     with path.open("rb") as stream:
-        start = stream.read(4)
-        if start == b"PAR1":
-            import pyarrow.parquet as pq
+        if stream.read(4) != b"PAR1":
+            return False
+    import pyarrow.parquet as pq
 
-            return _MARK in (pq.read_schema(path).metadata or {})
-        return (start + stream.read(len(_JSON_START))).startswith(_JSON_START)
+    return _MARK in (pq.read_schema(path).metadata or {})
 
 
 def _check_export(path: Path, request: str) -> None:
@@ -46,7 +43,7 @@ def _check_export(path: Path, request: str) -> None:
 EXPORT = OutputKind[None]("an exported cache", _is_export, _check_export)
 
 
-def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bool = False) -> int:
+def export_cache(cache: TeacherCache, path: Path, *, force: bool = False) -> int:
     """Write the documents of a cache as rows; return their number.
 
     A row has the `support` of its exact entries (with `top_k`, the number of the most likely tokens that each position
@@ -54,11 +51,7 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
     `top_ids` and `top_logprobs` [T] (the exact entries of each position, most likely first), `sampled_ids` and
     `sampled_logprobs` [T] (for each sample set of a position the sampled ids, with repetitions; not from older caches),
     `complete`, the document in `CONTENT_COLUMNS`, and `weight` and `route` where the cache has them, as `import_cache`
-    reads it.
-
-    Args:
-        file_format: "parquet" or "jsonl".
-        force: move aside a file at this path.
+    reads it. `force` moves aside a file at this path.
     """
     Output(path, EXPORT, force=force).find_finished("")
     if cache.header["options"].get("support") == "sample" and not _has_samples(cache):
@@ -70,12 +63,7 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
     has_other_tokens: list[bool] = []  # of `teacher_prompt`, and of given or sampled tokens
     with write_output(path) as temporary:
         rows = _rows(cache, has_other_tokens)
-        if file_format == "jsonl":
-            with temporary.open("w", encoding="utf-8") as stream:
-                for row in rows:
-                    stream.write(json.dumps({VERSION_KEY: VERSION, **row}, ensure_ascii=False) + "\n")
-        else:
-            _write_parquet(rows, temporary, _optional_fields(cache), with_samples=_has_samples(cache))
+        _write_parquet(rows, temporary, _optional_fields(cache), with_samples=_has_samples(cache))
     if any(has_other_tokens):
         terminal.note(
             f"cache export: warning: {sum(has_other_tokens):,} of {len(cache):,} documents have teacher tokens that "

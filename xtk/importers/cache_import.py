@@ -20,9 +20,8 @@ from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
-from xtk.importers.cache_export import SAMPLING_COLUMNS, VERSION, VERSION_KEY
+from xtk.importers.cache_export import SAMPLING_COLUMNS
 from xtk.importers.completion_logprobs import (
-    MIN_REMAINDER,
     ScoredAnswer,
     is_completion_record,
     read_answer,
@@ -46,28 +45,19 @@ Row = ScoredAnswer | ListedRow | Mapping[str, Any]
 
 
 def import_cache(
+    # files of `Corpus`. A row is an answer of a service (see `read_answer`), has `ID_COLUMNS`, or is of DistillKit (see
+    # `listed_row`).
     sources: Sequence[str],
     output: str | Path,
     *,
-    tokenizer: str = "",
-    name: str = "",
-    precision: str = DEFAULT_PRECISION,
-    skip_invalid: bool = False,
-    force: bool = False,
-    max_document_bytes: int = MAX_ROW_BYTES,
+    tokenizer: str = "",  # the teacher's; "": the tokens of answers are known by their bytes
+    name: str = "",  # the teacher's name; "": that of the model in the first answer, or of the tokenizer
+    precision: str = DEFAULT_PRECISION,  # as in `CacheWriter`
+    skip_invalid: bool = False,  # skip rows that are invalid, with a note on the first ones
+    force: bool = False,  # replace an existing cache; without it, the cache of an equal import is kept
+    max_document_bytes: int = MAX_ROW_BYTES,  # maximum size of a row, as stored in its file
 ) -> tuple[TeacherCache, int]:
-    """Write a cache from files; return it, and the number of rows that were skipped.
-
-    Args:
-        sources: files of `Corpus`. A row is an answer of a service (see `read_answer`), has `ID_COLUMNS`, or is of
-            another tool (see `listed_row`).
-        tokenizer: the teacher's; "": the tokens of answers are known by their bytes.
-        name: the teacher's name; "": that of the model in the first answer, or of the tokenizer.
-        precision: as in `CacheWriter`.
-        skip_invalid: skip rows that are invalid, with a note on the first ones.
-        force: replace an existing cache; without it, the cache of an equal import is kept.
-        max_document_bytes: maximum size of a row, as stored in its file.
-    """
+    """Write a cache from files; return it, and the number of rows that were skipped."""
     rows = _Rows(
         Corpus(sources, max_document_bytes=max_document_bytes), _find_codec(sources), skip_invalid=skip_invalid
     )
@@ -165,14 +155,12 @@ class _ImportCounts:
     listed: int = 0  # all positions
     bounded: int = 0  # the token of the text is not listed, and an upper bound of its log-probability is stored
     unknown: int = 0  # it is not listed, and the listed tokens have all probability: the position is not trained
-    normalized: int = 0  # the listed tokens have all probability
     joined: int = 0  # characters of several tokens, whose log-probabilities a service did not write
     other_text: int = 0  # rows with a text or messages that have other tokens than the row
 
     def print_notes(self) -> None:
         """Print what the cache lacks."""
         share = f"of {self.listed:,} positions"
-        is_normalized = self.listed and self.normalized == self.listed
         for count, note in (
             (self.other_text, f"warning: {self.other_text:,} rows have token ids that are not those of their text or "
              "messages; the tokens are read as text"),
@@ -182,19 +170,13 @@ class _ImportCounts:
              "log-probability is stored"),
             (self.unknown, f"{self.unknown:,} {share} are not trained: the token of the text is not listed, and the "
              "listed probabilities have the sum 1"),
-            (is_normalized, "the listed probabilities have the sum 1 at all positions: another tool normalized them, "
-             "and the remainder is lost"),
         ):  # fmt: skip
             if count:
                 terminal.note(f"cache import: {note}")
 
 
 class _Rows:
-    """The rows of files, in two passes; an invalid one is an error, or skipped.
-
-    Args:
-        codec: of DistillKit's columns; None: there is none.
-    """
+    """The rows of files, in two passes; an invalid one is an error, or skipped. `codec`: of DistillKit, if any."""
 
     def __init__(self, corpus: Corpus, codec: DistillKitCodec | None, *, skip_invalid: bool) -> None:
         self._corpus, self._codec, self._skip, self.num_skipped = corpus, codec, skip_invalid, 0
@@ -224,11 +206,6 @@ class _Rows:
                     hint="import the answers of each model into a separate cache",
                 )
             return answer
-        if record.get(VERSION_KEY, VERSION) != VERSION:
-            raise XtkError(
-                f"the row has version {record[VERSION_KEY]!r:.20} of exported caches; this xtk reads version {VERSION}",
-                hint="export the cache again with this version of xtk",
-            )
         if all(record.get(column) is not None for column in ID_COLUMNS):
             return record
         if (row := listed_row(record, self._codec)) is not None:
@@ -314,12 +291,7 @@ def _add_answer(writer: CacheWriter, row: ScoredAnswer) -> None:
 
 
 def _add_listed(writer: CacheWriter, row: ListedRow, counts: _ImportCounts) -> None:
-    content: dict[str, Any] = {}
-    if row.token_ids is None:
-        content = {"messages": row.messages, "tools": row.tools}
-        token_ids = writer.tokenize(content)[0].astype(np.int64)
-    else:
-        token_ids = _without_padding(row.token_ids, writer.tokenizer)
+    token_ids = _without_padding(row.token_ids, writer.tokenizer)
     lists, trained = fitted_row(row, token_ids)
     columns: dict[str, list[Any]] = {name: [None] * len(token_ids) for name in ID_COLUMNS}
     columns["token_ids"] = token_ids.tolist()
@@ -328,7 +300,7 @@ def _add_listed(writer: CacheWriter, row: ListedRow, counts: _ImportCounts) -> N
         assert listed is not None
         columns["logprobs"][at] = _observed_logprob(int(token_ids[at]), listed, counts)
         columns["top_ids"][at], columns["top_logprobs"][at] = listed[0].tolist(), listed[1].tolist()
-    _add_columns(writer, {**content, **columns}, counts)
+    _add_columns(writer, columns, counts)
 
 
 def _without_padding(token_ids: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:
@@ -345,8 +317,6 @@ def _observed_logprob(token: int, listed: Listed, counts: _ImportCounts) -> floa
     assert listed is not None
     ids, logprobs = listed
     counts.listed += 1
-    remainder = 1 - float(np.exp(logprobs).sum())
-    counts.normalized += remainder < MIN_REMAINDER
     places = np.flatnonzero(ids == token)
     if len(places):
         return float(logprobs[places[0]])

@@ -49,41 +49,26 @@ def row_errors(where: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ListedToken:
-    """A token of an answer, or one that is listed at its position.
+    """A token of an answer, or one that is listed at its position."""
 
-    Attributes:
-        spelling: its bytes; None: it is special, or they are unknown.
-        logprob: its log-probability, nats; None: of the first token of a scored text.
-        top: of a token of an answer, the most likely tokens at its position.
-    """
-
-    spelling: bytes | None
-    logprob: float | None
-    top: tuple[ListedToken, ...] = ()
+    spelling: bytes | None  # its bytes; None: it is special, or they are unknown
+    logprob: float | None  # its log-probability, nats; None: of the first token of a scored text
+    top: tuple[ListedToken, ...] = ()  # of a token of an answer, the most likely tokens at its position
 
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """An answer of a service, with log-probabilities.
+    """An answer of a service, with log-probabilities."""
 
-    Attributes:
-        document: the prompt and the answer, which is its last segment.
-        tokens: the tokens of the answer; the last may be the end token. Of a scored text, the first has no
-            log-probability, and may be the start token.
-        model: the name of the model; "": unknown.
-        fingerprint: of the service's configuration; "": unknown. Services change it without another model.
-        num_joined: number of characters that the service wrote for several tokens, without their log-probabilities.
-        num_bounded: number of tokens without a log-probability, for which an upper bound is used.
-        num_unknown: number of tokens without one, of which nothing is known.
-    """
-
-    document: Document
+    document: Document  # the prompt and the answer, which is its last segment
+    # Its tokens; the last may be the end token. Of a scored text, the first has no log-probability, and may be the
+    # start token.
     tokens: tuple[ListedToken, ...]
-    model: str
-    fingerprint: str = ""
-    num_joined: int = 0
-    num_bounded: int = 0
-    num_unknown: int = 0
+    model: str  # the name of the model; "": unknown
+    fingerprint: str = ""  # of the service's configuration; "": unknown. Services change it without another model.
+    num_joined: int = 0  # characters that the service wrote for several tokens, without their log-probabilities
+    num_bounded: int = 0  # number of tokens without a log-probability, for which an upper bound is used
+    num_unknown: int = 0  # number of tokens without one, of which nothing is known
 
     @property
     def spellings(self) -> Iterator[bytes]:
@@ -92,11 +77,7 @@ class ScoredAnswer:
         return (entry.spelling for entry in listed if entry.spelling)
 
     def tokenized(self, token_id: Callable[[bytes], int], start_id: int, end_id: int) -> TokenSequence:
-        """Return the answer as the teacher's tokens, after a start token.
-
-        Args:
-            token_id: the id of a token's bytes; -1: none.
-        """
+        """Return the answer as the teacher's tokens, after a start token; `token_id` gives the id of bytes, or -1."""
         tokens = self.tokens[_starts_with_start_token(self.tokens) :]
         ids = [end_id if token.spelling is None else token_id(token.spelling) for token in tokens]
         has_end = bool(tokens) and tokens[-1].spelling is None
@@ -213,9 +194,6 @@ def upper_bound(listed: NDArray[np.floating]) -> float | None:
     """Return the largest log-probability that a token outside of a list can have.
 
     None if nothing is known: the list is empty, or has all probability.
-
-    Args:
-        listed: log-probabilities, nats.
     """
     remainder = 1 - float(np.exp(listed).sum())
     if not len(listed) or remainder < MIN_REMAINDER:

@@ -1,4 +1,4 @@
-"""Rows of other tools with token ids and log-probabilities: TRL, axolotl and DistillKit.
+"""Rows of DistillKit with token ids and log-probabilities.
 
 Readers of rows raise ValueError, within `row_errors`.
 """
@@ -6,7 +6,7 @@ Readers of rows raise ValueError, within `row_errors`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,9 @@ from xtk.api.cache_from_arrays import to_array
 from xtk.errors import XtkError
 from xtk.importers.completion_logprobs import MAX_LOGPROB
 
-MESSAGE_COLUMNS = ("messages", "messages_combined")
-_VLLM_TOKEN = "token_id:"
 # Lists of which at least this share has the token of the text are taken as belonging to the tokens.
 MIN_LISTED_SHARE = 0.3
 LOWEST_LOGPROB = -1e8
-_MAX_TOKENS_AFTER = 8  # of the template, after the last token with log-probabilities
 
 CONFIG = "compression_config.yaml"
 _NUM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -38,33 +35,18 @@ Listed = tuple[NDArray[np.int64], NDArray[np.float64]] | None
 
 @dataclass(frozen=True)
 class ListedRow:
-    """A row of another tool.
+    """A row of DistillKit."""
 
-    Attributes:
-        lists: of each position, (ids, log-probabilities); None: nothing is listed.
-        token_ids: [T], the tokens; None: those of `messages` with the teacher's chat template.
-        messages: the conversation, if the row has no tokens.
-        tools: its tools.
-        first: index of the token that the first list is about; None: it is searched.
-        trained: [T], whether a token is trained; None: all that have a list.
-    """
-
-    lists: list[Listed]
-    token_ids: NDArray[np.int64] | None = None
-    messages: Any = None
-    tools: Any = None
-    first: int | None = None
-    trained: NDArray[np.bool_] | None = None
+    lists: list[Listed]  # of each position, (ids, log-probabilities); None: nothing is listed
+    token_ids: NDArray[np.int64]  # [T]
+    first: int | None = None  # index of the token that the first list is about; None: it is searched
 
 
 def listed_row(record: Mapping[str, Any], codec: DistillKitCodec | None) -> ListedRow | None:
-    """Return a row of another tool; None: the columns are of none of them."""
+    """Return a row of DistillKit; None: the columns are others."""
     if _has(record, "input_ids", "bytepacked_indices", "compressed_logprobs"):
         return _read_compressed(record, codec)
-    for columns, read in _READERS:
-        if _has(record, *columns):
-            return read(record)
-    return _read_vllm_lists(record)
+    return _read_top_values(record) if _has(record, "input_ids", "token_ids", "top_values") else None
 
 
 def _has(record: Mapping[str, Any], *columns: str) -> bool:
@@ -72,37 +54,26 @@ def _has(record: Mapping[str, Any], *columns: str) -> bool:
 
 
 def fitted_row(row: ListedRow, token_ids: NDArray[np.int64]) -> tuple[list[Listed], NDArray[np.bool_]]:
-    """Return the lists at the tokens that they are about, and which tokens are trained.
+    """Return the lists at the tokens that they are about, and which tokens are trained: all that have a list.
 
-    Tools differ in whether list i is about token i or i + 1, and templates end with tokens that have no list. So the
-    lists are put where most of them have the token of the text.
-
-    Args:
-        token_ids: [T], its tokens.
+    List i may be about token i or i + 1, so the lists are put where most of them have the token of the text.
+    `token_ids`: [T], its tokens.
     """
-    if token_ids.ndim != 1 or not len(token_ids) or (row.trained is not None and row.trained.ndim != 1):
-        raise ValueError("the token ids or labels of the row are not a list of integers")
+    if token_ids.ndim != 1 or not len(token_ids):
+        raise ValueError("the token ids of the row are not a list of integers")
     size, count = len(token_ids), len(row.lists)
-    if row.first is not None:
-        firsts: Sequence[int] = (row.first,)
-    elif row.token_ids is not None:
-        firsts = (1, 0)
-    else:
-        firsts = range(size - count, max(size - count - _MAX_TOKENS_AFTER, -count), -1)
+    firsts = (1, 0) if row.first is None else (row.first,)
     best, share = max(((first, _listed_share(row.lists, token_ids, first)) for first in firsts), key=lambda one: one[1])
     if share < MIN_LISTED_SHARE:
         raise XtkError(
             f"only {share:.0%} of the {count:,} lists have the token of the text, so they are of other tokens",
-            hint="use the teacher's own --tokenizer, with the chat template that the other tool used",
+            hint="use the teacher's own --tokenizer",
         )
     placed: list[Listed] = [None] * size
     for at, entries in enumerate(row.lists):
         if 0 < at + best < size:
             placed[at + best] = entries
-    trained = np.array([item is not None for item in placed], np.bool_)
-    if row.trained is not None:
-        trained &= row.trained[:size] if len(row.trained) >= size else np.zeros(size, np.bool_)
-    return placed, trained
+    return placed, np.array([item is not None for item in placed], np.bool_)
 
 
 def _listed_share(lists: Sequence[Listed], token_ids: NDArray[np.int64], first: int) -> float:
@@ -123,7 +94,7 @@ def _pair(ids: Any, logprobs: Any, names: tuple[str, str]) -> Listed:
     """Return the ids and log-probabilities of a position without entries that fill them up."""
     if len(ids) != len(logprobs):
         raise ValueError(f"{names[0]} and {names[1]} have different shapes")
-    # TRL writes None for NaN of its server; -inf and -1e9 fill up.
+    # -inf and -1e9 fill up.
     pairs = [(token, value) for token, value in zip(ids, logprobs, strict=True) if value is not None]
     numbers = to_array(names[0], [token for token, _ in pairs], np.int64, "")
     amounts = to_array(names[1], [value for _, value in pairs], np.float64, "")
@@ -133,67 +104,6 @@ def _pair(ids: Any, logprobs: Any, names: tuple[str, str]) -> Listed:
     if not (amounts <= MAX_LOGPROB).all() or (numbers[kept] < 0).any():
         raise ValueError(f"{names[0]} has an id below 0, or {names[1]} a value that is not a log-probability")
     return (numbers[kept], amounts[kept]) if kept.any() else None
-
-
-def _read_trl(record: Mapping[str, Any]) -> ListedRow:
-    """Read what TRL's VLLMClient returns, a row for each completion."""
-    prompt = to_array("prompt_ids", record["prompt_ids"], np.int64, "")
-    completion = to_array("completion_ids", record["completion_ids"], np.int64, "")
-    lists = _pairs(record["logprob_token_ids"], record["logprobs"], ("logprob_token_ids", "logprobs"))
-    if prompt.ndim != 1 or completion.ndim != 1 or len(lists) != len(completion):
-        raise ValueError(f"the row has {len(lists):,} lists for {len(completion):,} tokens of the completion")
-    observed = record.get("actual_logprobs")
-    if observed is not None:
-        values = to_array("actual_logprobs", observed, np.float64, "").reshape(-1)
-        if len(values) != len(completion):
-            raise ValueError(
-                f"actual_logprobs must have one value per token (it has {len(values)} for {len(completion)} tokens)"
-            )
-        for at, (token, value) in enumerate(zip(completion, values, strict=True)):
-            listed = lists[at]
-            if listed is not None and token not in listed[0] and np.isfinite(value):
-                lists[at] = (np.append(listed[0], token), np.append(listed[1], value))
-    return ListedRow(lists, token_ids=np.concatenate([prompt, completion]), first=len(prompt))
-
-
-def _read_axolotl_prepared(record: Mapping[str, Any]) -> ListedRow:
-    """Read a row of a dataset that axolotl has prepared."""
-    names = ("target_token_ids", "target_logprobs")
-    lists = _pairs(record[names[0]], record[names[1]], names)
-    ids = to_array("input_ids", record["input_ids"], np.int64, "")
-    labels = record.get("labels")
-    trained = None if labels is None else to_array("labels", labels, np.int64, "") != -100
-    masks = record.get("target_mask")
-    if isinstance(masks, list) and len(masks) == len(lists):
-        is_used = [not isinstance(mask, list) or any(mask) for mask in masks]
-        lists = [listed if used else None for listed, used in zip(lists, is_used, strict=True)]
-    return ListedRow(lists, token_ids=ids, trained=trained)
-
-
-def _read_axolotl_lists(record: Mapping[str, Any]) -> ListedRow:
-    """Read a row of a dataset for axolotl: a conversation, and lists of its last tokens."""
-    names = ("target_token_ids", "logprobs")
-    return _of_conversation(record, _pairs(record[names[0]], record[names[1]], names))
-
-
-def _read_vllm_lists(record: Mapping[str, Any]) -> ListedRow | None:
-    """Read such a row with lists of vLLM: [{"token": "token_id:7", "logprob": -0.5}, ...]."""
-    for name, value in record.items():
-        first = next((item for item in value if item), None) if isinstance(value, list) else None
-        if not isinstance(first, list) or not isinstance(first[0], Mapping):
-            continue
-        if str(first[0].get("token", "")).startswith(_VLLM_TOKEN):
-            ids = [[entry["token"].removeprefix(_VLLM_TOKEN) for entry in item] if item else None for item in value]
-            logprobs = [[entry["logprob"] for entry in item] if item else None for item in value]
-            return _of_conversation(record, _pairs(ids, logprobs, (name, name)))
-    return None
-
-
-def _of_conversation(record: Mapping[str, Any], lists: list[Listed]) -> ListedRow:
-    messages = next((record[name] for name in MESSAGE_COLUMNS if record.get(name) is not None), None)
-    if messages is None:
-        raise ValueError(f"the row has log-probabilities, but no conversation in {' or '.join(MESSAGE_COLUMNS)}")
-    return ListedRow(lists, messages=messages, tools=record.get("tools"))
 
 
 def _read_top_values(record: Mapping[str, Any]) -> ListedRow:
@@ -214,14 +124,6 @@ def _read_compressed(record: Mapping[str, Any], codec: DistillKitCodec | None) -
     return ListedRow(list(zip(ids, logprobs, strict=True)), token_ids=tokens, first=1)
 
 
-_READERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], ListedRow]], ...] = (
-    (("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"), _read_trl),
-    (("input_ids", "target_token_ids", "target_logprobs"), _read_axolotl_prepared),
-    (("target_token_ids", "logprobs"), _read_axolotl_lists),
-    (("input_ids", "token_ids", "top_values"), _read_top_values),
-)
-
-
 @dataclass(frozen=True)
 class DistillKitCodec:
     """The layout of a position in DistillKit's columns of bytes, from its `compression_config.yaml`.
@@ -229,28 +131,17 @@ class DistillKitCodec:
     The bytes of a position are: `exact_k` values; the coefficients of a polynomial in the rank of the other values;
     and, in bins, a scale and integers of `element_bits` for what the polynomial lacks. With `delta_encoding` all are
     differences to the value before. Ids are integers of ceil(log2(vocabulary)) bits, the highest bit first.
-
-    Attributes:
-        vocab_size: `d`.
-        k: number of listed tokens.
-        exact_k: of these, stored as they are.
-        exact_dtype: their type.
-        terms: of the polynomial, powers of the rank, "sqrt" or "exp".
-        term_dtype: type of its coefficients.
-        bins: (type of the scale, bits of an element, number of elements).
-        is_delta: whether values are differences.
-        is_normalized: whether ranks go from 0 to 1.
     """
 
-    vocab_size: int
-    k: int
-    exact_k: int
-    exact_dtype: str
-    terms: tuple[int | str, ...]
-    term_dtype: str
-    bins: tuple[tuple[str, int, int], ...]
-    is_delta: bool
-    is_normalized: bool
+    vocab_size: int  # `d`
+    k: int  # number of listed tokens
+    exact_k: int  # of these, stored as they are
+    exact_dtype: str  # their type
+    terms: tuple[int | str, ...]  # of the polynomial, powers of the rank, "sqrt" or "exp"
+    term_dtype: str  # type of its coefficients
+    bins: tuple[tuple[str, int, int], ...]  # (type of the scale, bits of an element, number of elements)
+    is_delta: bool  # whether values are differences
+    is_normalized: bool  # whether ranks go from 0 to 1
 
     @classmethod
     def load(cls, path: Path) -> DistillKitCodec:

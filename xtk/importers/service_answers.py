@@ -19,7 +19,7 @@ from xtk.errors import ResumableStop, XtkError
 from xtk.files.atomic_files import atomic_write, canonical_json, sha256
 from xtk.files.output import OutputKind
 from xtk.importers.completion_logprobs import read_answer, row_errors
-from xtk.options.query_teacher_options import CHAT, ECHO, TEXT, ServiceOptions
+from xtk.options.shared import CHAT, ECHO, TEXT, ServiceOptions
 from xtk.progress import Progress
 from xtk.text.document import Document
 
@@ -48,11 +48,7 @@ class ServiceRequest:
 
 
 def make_requests(documents: Iterable[Document], server: str, options: ServiceOptions) -> list[ServiceRequest]:
-    """Return the requests of documents: prompts, or texts with `echo`.
-
-    Args:
-        server: URL of the service, followed by `#MODEL`.
-    """
+    """Return the requests of documents to `URL#MODEL`: prompts, or texts with `echo`."""
     endpoint = Endpoint.parse(server)
     if not endpoint.requested_model:
         raise XtkError(
@@ -160,32 +156,22 @@ ANSWERS = OutputKind[None]("a file of answers", _is_answer_file, has_force=False
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """A line of an answer file, its bytes `[start, start + size)`.
-
-    Attributes:
-        prompt_tokens, answer_tokens: that the service reports; 0: none.
-        num_listed: largest number of tokens that are listed at a position.
-        model: that answered; "": unknown.
-    """
+    """A line of an answer file, its bytes `[start, start + size)`."""
 
     start: int
     size: int
-    prompt_tokens: float
-    answer_tokens: float
-    num_listed: int
-    model: str
+    prompt_tokens: float  # reported by the service; 0: none
+    answer_tokens: float  # likewise
+    num_listed: int  # largest number of tokens that are listed at a position
+    model: str  # that answered; "": unknown
 
 
 class AnswerFile:
-    """A file with a line for each answer, in the order in which they arrive; sorted when it is complete.
-
-    Attributes:
-        answers: {request key: its line}. The answers themselves stay in the file.
-    """
+    """A file with a line for each answer, in the order in which they arrive; sorted when it is complete."""
 
     def __init__(self, path: Path, requests: Sequence[ServiceRequest]) -> None:
         self.path, self._requests = path, requests
-        self.answers: dict[str, StoredAnswer] = {}
+        self.answers: dict[str, StoredAnswer] = {}  # {request key: its line}. The answers themselves stay in the file.
         self._lines: list[tuple[str, int]] = []  # key and index of each line
         if path.exists():
             self._read({request.key for request in requests})
@@ -265,11 +251,7 @@ def _reported_tokens(response: Mapping[str, Any]) -> tuple[float, float]:
 
 
 class ServiceClient:
-    """Sends requests to a service, within the limits of the options.
-
-    Attributes:
-        cost: of all answers, also of those that were in the file.
-    """
+    """Sends requests to a service, within the limits of the options."""
 
     def __init__(self, server: str, options: ServiceOptions) -> None:
         self._num_usable = 0
@@ -284,6 +266,7 @@ class ServiceClient:
             [self._endpoint], concurrency=options.concurrency, retry_policy=RetryPolicy(),
             api_key_variable=options.api_key_env, response_hint=_SERVICE_HINT,
         )  # fmt: skip
+        # cost: of all answers, also of those that were in the file.
         self.cost = self._reserved = self._next_request = 0.0
         self._num_inflight = 0
         self._stopped = ""
@@ -292,11 +275,7 @@ class ServiceClient:
         self._turn, self._slots = asyncio.Condition(), asyncio.Semaphore(options.concurrency)
 
     def request_answers(self, requests: Sequence[ServiceRequest], file: AnswerFile) -> None:
-        """Request all answers that the file does not have.
-
-        Raises:
-            ResumableStop: the limit of the cost is reached.
-        """
+        """Request all answers that the file does not have; raise ResumableStop at the limit of the cost."""
         unique = {request.key: request for request in requests}
         for key, stored in file.answers.items():
             self._add_cost(stored.prompt_tokens, stored.answer_tokens, unique[key])

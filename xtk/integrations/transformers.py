@@ -1,9 +1,9 @@
-"""Distillation in the Trainer of transformers, in trainers that derive from it, and with `compute_loss_func`."""
+"""Distillation in the Trainer of transformers, and in trainers that derive from it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from xtk.api.distillation_batch import TEACHER_KEY, DistillationBatch, TeacherBatch
+from xtk import terminal
+from xtk.api.distillation_batch import TEACHER_KEY, TeacherBatch
 from xtk.api.distillation_collator import DOCUMENT_KEY, TEXT_KEY, DistillationCollator
 from xtk.api.distillation_loss import DistillationLoss, split_packed_model
 from xtk.errors import XtkError
@@ -57,6 +58,11 @@ class DistillationTrainerMixin:
         self.distillation_loss: DistillationLoss = collator.loss
         self._loss_sums: Tensor | None = None
         self._loss_items: Tensor | None = None
+        if any(weight.requires_grad and weight.dtype == torch.bfloat16 for weight in self.model.parameters()):
+            terminal.note(
+                f"{type(self).__name__}: warning: the trained weights are bf16, so updates below 1/256 of a weight are "
+                "lost; load the model with dtype=torch.float32 and train with bf16=True to keep them"
+            )
         _compute_losses_in_forward(self.model, packing=collator.packing)
 
     def compute_loss(
@@ -126,9 +132,6 @@ def _check_layout(trainer: Any) -> None:
     """Refuse layouts of the Trainer in which a process has a part of the positions, the vocabulary or a weight.
 
     The head's weight is read inside of the model's forward pass, where only FSDP2 and DDP have it whole.
-
-    Raises:
-        XtkError: names the layout.
     """
     config = getattr(trainer.accelerator, "parallelism_config", None)
     sizes = {name: int(getattr(config, f"{name}_size", 1) or 1) for name in ("tp", "cp", "sp")}
@@ -153,9 +156,6 @@ def _compute_losses_in_forward(model: Any, *, packing: bool) -> None:
     """Make a model's forward pass return (total loss, sums of the losses) if it gets losses.
 
     Inside of the forward pass, wrappers of data parallelism see all uses of the weights.
-
-    Raises:
-        XtkError: documents are packed, and the model cannot separate them.
     """
     split = split_packed_model(model) if packing else BackboneWithHead(model)
     model.forward = _ForwardWithLosses(model, StudentWithLoss(split))
@@ -165,10 +165,6 @@ class _ForwardWithLosses:
     """The `forward` of a student: as before, and with losses as an argument, their values instead of outputs.
 
     An object instead of a function, so that a copy of the model has a copy of it, which runs the copied model.
-
-    Args:
-        model: the student.
-        student: computes the losses.
     """
 
     def __init__(self, model: Any, student: StudentWithLoss) -> None:
@@ -191,91 +187,3 @@ class _ForwardWithLosses:
         lengths = teacher.document_lengths
         packed = None if lengths is None else PackedSequence(lengths)
         return self._student(options["input_ids"], teacher.loss_positions, cells, packed)
-
-
-class LabelsWithTeacher(torch.Tensor):
-    """Labels, int64 [B, T], that carry the teacher's part of a batch to a `compute_loss_func`.
-
-    It is kept by `to`, `pin_memory` and pickling; other operations return plain tensors without it.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    teacher: TeacherBatch
-
-    @classmethod
-    def attach(cls, labels: Tensor, teacher: TeacherBatch) -> LabelsWithTeacher:
-        """Return labels with a teacher's part."""
-        made = labels.as_subclass(cls)
-        made.teacher = teacher
-        return made
-
-    def to(self, *arguments: Any, **options: Any) -> LabelsWithTeacher:
-        """Return the labels and the teacher's part on a device."""
-        moved = torch.Tensor.to(self, *arguments, **options)
-        return self.attach(moved, self.teacher.to(moved.device))
-
-    def pin_memory(self, device: Any = None) -> LabelsWithTeacher:
-        """Return the labels and the teacher's part in pinned memory."""
-        return self.attach(torch.Tensor.pin_memory(self), self.teacher.pin_memory())
-
-
-class LabelsCollator:
-    """A collator whose batches have the teacher's part inside of `labels`, for trainers with `compute_loss_func`.
-
-    Args:
-        collator: makes the batches.
-    """
-
-    def __init__(self, collator: DistillationCollator) -> None:
-        self.collator = collator
-
-    def __call__(self, features: Sequence[Any]) -> dict[str, Tensor]:
-        """Return a batch: model inputs, and labels with the teacher's part."""
-        batch: DistillationBatch = self.collator(features)
-        inputs = {name: value for name, value in batch.items() if name != TEACHER_KEY}
-        return {**inputs, "labels": LabelsWithTeacher.attach(batch["labels"], batch[TEACHER_KEY])}
-
-
-class ComputeLossFunc:
-    """The losses as `compute_loss_func(outputs, labels, num_items_in_batch)` of a trainer, from the model's logits.
-
-    With several micro-batches per step, the mean of each loss over a micro-batch is weighted by its trained tokens.
-    This equals the mean over the step only if all micro-batches have the same number of items per token.
-    `DistillationTrainer` is exact, and needs no logits.
-
-    Args:
-        loss: the losses, also passed to the collator.
-    """
-
-    def __init__(self, loss: DistillationLoss) -> None:
-        self.loss = loss
-
-    def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Return the loss of a micro-batch, scaled for gradient accumulation.
-
-        Raises:
-            XtkError: the labels are not from a `LabelsCollator`.
-        """
-        if not isinstance(labels, LabelsWithTeacher):
-            raise XtkError(
-                "the labels have no teacher's part",
-                where="compute_loss_func",
-                hint="use both results of loss_func_and_collator: compute_loss_func=..., data_collator=...",
-            )
-        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs.logits
-        batch = {"input_ids": labels, TEACHER_KEY: labels.teacher}
-        value: Tensor = self.loss(logits=logits, batch=batch)
-        if num_items_in_batch is None:
-            return value
-        share: Tensor = labels[..., 1:].ne(-100).sum() / num_items_in_batch
-        return value * share
-
-
-def loss_func_and_collator(collator: DistillationCollator) -> tuple[ComputeLossFunc, LabelsCollator]:
-    """Return `compute_loss_func` and `data_collator` for a trainer that is used as it is, such as TRL's SFTTrainer.
-
-    Args:
-        collator: makes the batches.
-    """
-    return ComputeLossFunc(collator.loss), LabelsCollator(collator)

@@ -56,10 +56,7 @@ def find_student_boundaries(example: LossInputs, partition: BytePartition) -> ND
 def longest_prefix_cells(
     example: LossInputs, partition: BytePartition, items: NDArray[np.int64], *, with_inside: bool
 ) -> dict[str, Any]:
-    """Return the fields of `LossCells` of the teacher's distribution over the student's next tokens.
-
-    `with_inside`: whether items inside of a teacher token have cells.
-    """
+    """Return fields of `LossCells`; `with_inside`: whether items inside of a teacher token have cells."""
     stored = example.teacher_logprobs
     assert stored is not None
     rows, theirs = items[:, STUDENT_COLUMNS + NEXT_DISTRIBUTION], items[:, TEACHER_COLUMNS:]

@@ -26,38 +26,25 @@ from xtk.parallel.host_to_device import to_device
 
 @dataclass(frozen=True)
 class StateExchange:
-    """Plan of which rows each process sends and receives; every process of the group computes the same plan.
+    """Plan of which rows each process sends and receives; every process of the group computes the same plan."""
 
-    Attributes:
-        first_received_row: the first row that this process receives: `start`, or the row before it where a loss needs
-            the previous row.
-        start, stop: the rows whose losses this process computes.
-        sent_rows: int64, indices of the local rows that it sends, those for rank 0 first.
-        sent_counts: number of rows sent to each rank.
-        received_counts: number of rows received from each rank.
-        arrival_order: int64 [stop - first_received_row], the index of each row among those received.
-        group: a torch.distributed process group.
-    """
-
-    first_received_row: int
-    start: int
-    stop: int
-    sent_rows: Tensor
-    sent_counts: list[int]
-    received_counts: list[int]
-    arrival_order: Tensor
-    group: Any
+    first_received_row: int  # the first row that it receives: `start`, or the row before it for losses that need it
+    start: int  # first row whose loss this process computes
+    stop: int  # one past the last
+    sent_rows: Tensor  # int64, indices of the local rows that it sends, those for rank 0 first
+    sent_counts: list[int]  # number of rows sent to each rank
+    received_counts: list[int]  # number of rows received from each rank
+    arrival_order: Tensor  # int64 [stop - first_received_row], the index of each row among those received
+    group: Any  # a torch.distributed process group
 
     @classmethod
     def make_plan(
         cls, rows_by_rank: Sequence[NDArray[np.int64]], terms: Sequence[LossCells], group: Any
     ) -> StateExchange:
-        """Return the exchange plan of this process.
+        """Return the exchange plan of this process, for the losses of the whole text.
 
-        Args:
-            rows_by_rank: for each rank of the group, the rows whose states it has, in its order. Rows are those of the
-                whole text that the losses compare, counted from 0; each is on exactly one rank.
-            terms: the losses of the whole text.
+        `rows_by_rank`: for each rank of the group, the rows whose states it has, in its order. Rows are those of the
+        whole text that the losses compare, counted from 0; each is on exactly one rank.
         """
         ranks, rank = len(rows_by_rank), torch.distributed.get_rank(group)
         everything = np.concatenate([*rows_by_rank, np.zeros(0, np.int64)])

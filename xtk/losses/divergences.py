@@ -31,13 +31,10 @@ MIN_PROB = 1e-37
 
 @dataclass(frozen=True)
 class Divergence:
-    """Base class of all divergences.
+    """Base class of all divergences."""
 
-    Attributes:
-        temperature: tau; both distributions are raised to 1 / tau and normalized, and the loss is multiplied by tau^2.
-            Over the full vocabulary this divides both logits by tau; the remainder counts as one token.
-    """
-
+    # tau; both distributions are raised to 1 / tau and normalized, and the loss is multiplied by tau^2. Over the full
+    # vocabulary this divides both logits by tau; the remainder counts as one token.
     temperature: float = 1.0
 
     @property
@@ -51,9 +48,8 @@ class Divergence:
     def accepts_samples(self, has_sample_logprobs: bool) -> bool:
         """Return whether sampled tokens give unbiased estimates of it.
 
-        Args:
-            has_sample_logprobs: whether the teacher's probability of each sampled cell is known. Then the divergence is
-                linear in the samples, unless both distributions are raised to a power and normalized.
+        If the teacher's probability of each sampled cell is known, the divergence is linear in the samples, unless both
+        distributions are raised to a power and normalized.
         """
         return self.is_linear_in_teacher or (has_sample_logprobs and self.temperature == 1)
 
@@ -63,12 +59,7 @@ class Divergence:
         return 0.0
 
     def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
-        """Return each cell's term of the divergence [cells].
-
-        Args:
-            probs: [cells], the teacher's probabilities.
-            log_probs: [cells], the student's log-probabilities; finite.
-        """
+        """Return [cells], terms from the teacher's probabilities and the student's finite log-probabilities."""
         raise NotImplementedError
 
 
@@ -105,15 +96,11 @@ class ReverseKLDivergence(Divergence):
 
 @dataclass(frozen=True)
 class JensenShannonDivergence(Divergence):
-    """jsd: `beta p ln(p / m) + (1 - beta) q ln(q / m)`, `m = beta p + (1 - beta) q`, as in TRL.
+    """jsd: `beta p ln(p / m) + (1 - beta) q ln(q / m)`, `m = beta p + (1 - beta) q`, as in TRL."""
 
-    Attributes:
-        beta: 0 is forward-kl, 1 reverse-kl.
-        rescale: divide by `beta (1 - beta)`. Without it the gradient vanishes as beta approaches 0 or 1, where the
-            value jumps to the full KL; with it the limits are continuous.
-    """
-
-    beta: float = 0.5
+    beta: float = 0.5  # 0 is forward-kl, 1 reverse-kl
+    # Divide by `beta (1 - beta)`. Without it the gradient vanishes as beta approaches 0 or 1, where the value jumps to
+    # the full KL; with it the limits are continuous.
     rescale: bool = False
 
     @property
@@ -133,13 +120,9 @@ class JensenShannonDivergence(Divergence):
 
 @dataclass(frozen=True)
 class SkewForwardKLDivergence(Divergence):
-    """skew-forward-kl: `p ln(p / (a p + (1 - a) q))`; DistiLLM, arXiv 2402.03898.
+    """skew-forward-kl: `p ln(p / (a p + (1 - a) q))`; DistiLLM, arXiv 2402.03898."""
 
-    Attributes:
-        skew: a, the teacher's fraction of the mixture.
-    """
-
-    skew: float = 0.1
+    skew: float = 0.1  # a, the teacher's fraction of the mixture
 
     def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
         """Return the KL terms against the mixture."""
@@ -148,13 +131,9 @@ class SkewForwardKLDivergence(Divergence):
 
 @dataclass(frozen=True)
 class SkewReverseKLDivergence(Divergence):
-    """skew-reverse-kl: `q ln(q / (a q + (1 - a) p))`; DistiLLM, arXiv 2402.03898.
+    """skew-reverse-kl: `q ln(q / (a q + (1 - a) p))`; DistiLLM, arXiv 2402.03898."""
 
-    Attributes:
-        skew: a, the student's fraction of the mixture.
-    """
-
-    skew: float = 0.1
+    skew: float = 0.1  # a, the student's fraction of the mixture
 
     def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
         """Return the KL terms against the mixture."""

@@ -27,21 +27,14 @@ class EventSetCells(LossCells):
     """Cells, and in addition event sets: disjoint sets of tokens in the item's row, each with a mass of the teacher.
 
     An event set adds `-mass ln(student's probability of its tokens)`. Cells and event sets may have common tokens.
-
-    Attributes:
-        set_offsets: int64 [C + 1], the event sets of item c.
-        set_masses: [sets].
-        sorted_token_ids: int32 [n], the student's tokens in byte order.
-        firsts, stops: int32 [sets], the range of each in `sorted_token_ids`; no set is empty.
-        token_offsets: int64 [sets + 1], the cumulative sizes of the sets.
     """
 
-    set_offsets: Tensor
-    set_masses: Tensor
-    sorted_token_ids: VocabularyArray
-    firsts: Tensor
-    stops: Tensor
-    token_offsets: Tensor
+    set_offsets: Tensor  # int64 [C + 1], the event sets of item c
+    set_masses: Tensor  # [sets]
+    sorted_token_ids: VocabularyArray  # int32 [n], the student's tokens in byte order
+    firsts: Tensor  # int32 [sets], first index of each in `sorted_token_ids`
+    stops: Tensor  # int32 [sets], one past the last; no set is empty
+    token_offsets: Tensor  # int64 [sets + 1], the cumulative sizes of the sets
 
     ON_DEVICE: ClassVar[tuple[str, ...]] = (
         *LossCells.ON_DEVICE, "set_masses", "firsts", "stops",

@@ -120,7 +120,7 @@ def fused_loss(
     *,
     has_unit_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the scaled total loss, and each term's sum over items.
+    """Return the scaled total loss, with a gradient, and [terms], each term's unscaled sum over items, detached.
 
     With a sharded head all processes of the group pass the same states, terms and chunk size. All get the same total
     and the full gradient of the states; the gradient of the head is that of the process's own rows.
@@ -130,10 +130,6 @@ def fused_loss(
         chunk_rows: number of rows whose logits are in memory at one time; None: chosen by vocabulary and device.
         has_unit_gradient: the caller calls `total.backward()` on the total as it is. On a GPU the gradients are then
             not multiplied by a factor of 1, which the host cannot see there.
-
-    Returns:
-        total: a scalar, `sum over terms of scale * sum over items`, with a gradient.
-        sums: [terms], detached, each term's unscaled sum over its items.
     """
     tensors = [*(head.matrix_inputs(states) if head.matrices else [states]), *head.matrices]
     options = chunk_rows or chunk_rows_of(head, states), torch.is_grad_enabled(), has_unit_gradient
@@ -249,10 +245,7 @@ class _GradientAccumulator:
     def add(
         self, rows: slice, d_logits: Tensor, inputs: Sequence[Tensor], among: slice, logits_of: ChunkedLogits
     ) -> None:
-        """Add the gradients that follow from the gradient [n, V] of logits, of rows `among` inputs; overwrites it.
-
-        The inputs are in the dtype of the products.
-        """
+        """Add the gradients that follow from that of logits [n, V], which is overwritten, and from inputs."""
         if logits_of.softcap_gradient is not None:
             d_logits.mul_(logits_of.softcap_gradient)
         if not self._matrices:
@@ -340,10 +333,6 @@ class _GroupLogSumExp:
     """Log-sum-exp in groups of the log-probabilities of all entries, remainders and alternatives; and its gradient.
 
     They are computed together: on a GPU each operation is a launch.
-
-    Attributes:
-        of_parts: for each part the sums [groups] of its cells, of its remainders, and of its alternatives if it has
-            some; -inf for an empty group.
     """
 
     def __init__(
@@ -368,6 +357,7 @@ class _GroupLogSumExp:
         self._is_identity = all(
             part.cells.has_one_each and not part.num_remainders and part.alternatives is None for part in parts
         )
+        # For each part the sums [groups] of its cells, remainders, and alternatives, if any; -inf: an empty group.
         self.of_parts = self._by_part(values if self._is_identity else self._sums_of_groups(values, groups))
 
     def _by_part(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -30,41 +30,26 @@ ComparisonSpace = ProjectionColumns | BytePartition | None
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a loss: one or more documents as tokens of both models, with the teacher's log-probabilities.
+    """Inputs of a loss: one or more documents as tokens of both models, with the teacher's log-probabilities."""
 
-    Attributes:
-        student_ids: int32 [T], the full sequence.
-        positions: int64 [N], sorted: positions whose logits are needed; row r predicts token `positions[r] + 1`.
-        spans: int32 [C, 4], the trained spans: student start and stop, teacher start and stop.
-        teacher_ids: int32 [S], the teacher's sequence; empty without a teacher.
-        teacher_logprobs: the teacher's log-probabilities; None without a teacher.
-        sampling_logprobs: float32 [N], log-probabilities of the rows' tokens when the student sampled them; nan for
-            tokens that were not sampled. None: no tokens were sampled.
-        advantages: float32 [N], the advantage of each row's document; None: 0.
-        is_whitespace: bool [N], whether each row's token is all spaces, tabs and newlines; None: no token is.
-        regions: uint8 [N], the region of each row's token; None: regions are not counted.
-        advantage_bounds: float32 [N], the largest size of the teacher's advantage at each row, in nats; None: none.
-        reference_logprobs: float32 [N], at the first row of each span the log-probability of the teacher's tokens of
-            the span by its style reference; nan elsewhere. None: there is no reference.
-        frozen_logprobs: float32 [N], log-probabilities of the rows' tokens by the frozen student; nan: unknown.
-        is_end: bool [C], whether each span is a special token that ends a segment, or is it; None: no span is.
-        shift_reference: log-probabilities of a reference at the entries of `teacher_logprobs`, whose ratio shifts the
-            target; None: the target is the teacher.
-    """
-
-    student_ids: NDArray[np.int32]
-    positions: NDArray[np.int64]
-    spans: NDArray[np.int32]
-    teacher_ids: NDArray[np.int32]
-    teacher_logprobs: TeacherLogprobs | None
+    student_ids: NDArray[np.int32]  # [T], the full sequence
+    positions: NDArray[np.int64]  # [N], sorted: positions of the logits; row r predicts token `positions[r] + 1`
+    spans: NDArray[np.int32]  # [C, 4], the trained spans: student start and stop, teacher start and stop
+    teacher_ids: NDArray[np.int32]  # [S], the teacher's sequence; empty without a teacher
+    teacher_logprobs: TeacherLogprobs | None  # the teacher's log-probabilities; None without a teacher
+    # [N], of the rows' tokens when the student sampled them; nan: not sampled. None: none was.
     sampling_logprobs: NDArray[np.float32] | None = None
-    advantages: NDArray[np.float32] | None = None
-    is_whitespace: NDArray[np.bool_] | None = None
-    regions: NDArray[np.uint8] | None = None
+    advantages: NDArray[np.float32] | None = None  # [N], the advantage of each row's document; None: 0
+    is_whitespace: NDArray[np.bool_] | None = None  # [N], whether each row's token is white space; None: no token is
+    regions: NDArray[np.uint8] | None = None  # [N], the region of each row's token; None: regions are not counted
+    # [N], largest size of the teacher's advantage, nats; None: none.
     advantage_bounds: NDArray[np.float32] | None = None
-    is_end: NDArray[np.bool_] | None = None
+    is_end: NDArray[np.bool_] | None = None  # [C], whether a special token that ends a segment or is it; None: none
+    # [N], at the first row of each span the log-probability of the teacher's tokens of the span by its style reference;
+    # nan elsewhere. None: there is no reference.
     reference_logprobs: NDArray[np.float32] | None = None
-    frozen_logprobs: NDArray[np.float32] | None = None
+    frozen_logprobs: NDArray[np.float32] | None = None  # [N], of the rows' tokens by the frozen student; nan: unknown
+    # Of a reference at the entries of `teacher_logprobs`; the ratio shifts the target. None: the target is the teacher.
     shift_reference: TeacherLogprobs | None = None
 
 
@@ -171,37 +156,24 @@ def _concatenate_as(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class Loss:
-    """Base class of the losses in `LOSSES`. Its docstring is its help text; the fields of a dataclass are its options.
+    """Base class of the losses in `LOSSES`. Its docstring is its help text; the fields of a dataclass are options."""
 
-    Attributes:
-        where: `all`, or `common`: only items of positions that are token boundaries of both models.
-        whitespace: `keep`, or `mask`: leave out items of student tokens that are all spaces, tabs or newlines.
-        comparison_space: a key of `COMPARISON_SPACES`.
-        averaged_over: the kind of items in the denominator.
-        unit: unit of its value.
-        requires: a key of `TEACHER_REQUIREMENTS`.
-        takes_divergence: whether the divergence between its cells is an option.
-        default_divergence: a key of `DIVERGENCES`, the default of that option.
-        items_are_spans: whether an item is a span, and not the position of its first row.
-        stop_class: the sides whose stop tokens are one event: `both`, `teacher` or `none`.
-        compares_single_tokens: whether each cell is one token of the teacher, so that a sampled token's log-probability
-            is that of its cell.
-        compares_cells: whether its value is a divergence over cells and remainders, whose target can be shifted.
-    """
-
+    # `all`, or `common`: only items of positions that are token boundaries of both models.
     where: str = option(ALL_POSITIONS, "Positions of the items.", choices=(ALL_POSITIONS, SHARED_BOUNDARIES))
+    # `keep`, or `mask`: leave out items of student tokens that are all spaces, tabs or newlines.
     whitespace: str = option(KEEP, "Items of tokens of white space.", choices=(KEEP, MASK))
 
-    comparison_space: ClassVar[str]
-    averaged_over: ClassVar[str]
-    unit: ClassVar[str] = "nats"
-    requires: ClassVar[str] = "distribution"
-    takes_divergence: ClassVar[bool] = True
-    default_divergence: ClassVar[str] = "forward-kl"
-    items_are_spans: ClassVar[bool] = False
-    stop_class: ClassVar[str] = BOTH_STOP_CLASSES
+    comparison_space: ClassVar[str]  # a key of `COMPARISON_SPACES`
+    averaged_over: ClassVar[str]  # the kind of items in the denominator
+    unit: ClassVar[str] = "nats"  # unit of its value
+    requires: ClassVar[str] = "distribution"  # a key of `TEACHER_REQUIREMENTS`
+    takes_divergence: ClassVar[bool] = True  # whether the divergence between its cells is an option
+    default_divergence: ClassVar[str] = "forward-kl"  # a key of `DIVERGENCES`, the default of that option
+    items_are_spans: ClassVar[bool] = False  # whether an item is a span, and not the position of its first row
+    stop_class: ClassVar[str] = BOTH_STOP_CLASSES  # sides whose stop tokens are one event: `both`, `teacher` or `none`
+    # Whether each cell is one token of the teacher, so that a sampled token's log-probability is that of its cell.
     compares_single_tokens: ClassVar[bool] = False
-    compares_cells: ClassVar[bool] = False
+    compares_cells: ClassVar[bool] = False  # a divergence of cells and remainders, whose target can be shifted
 
     @property
     def compares_only_cells(self) -> bool:
@@ -248,17 +220,12 @@ class Loss:
 
 
 class ItemRanges(NamedTuple):
-    """The rows and the teacher positions of each item; kernels take it too.
+    """The rows and the teacher positions of each item; kernels take it too."""
 
-    Attributes:
-        row_start, row_stop: int64 [C], ranges of rows of the student's logits.
-        position_start, position_stop: int64 [C], ranges of indices into the teacher's log-probabilities.
-    """
-
-    row_start: NDArray[np.int64]
-    row_stop: NDArray[np.int64]
-    position_start: NDArray[np.int64]
-    position_stop: NDArray[np.int64]
+    row_start: NDArray[np.int64]  # [C], ranges of rows of the student's logits
+    row_stop: NDArray[np.int64]  # [C]
+    position_start: NDArray[np.int64]  # [C], ranges of indices into the teacher's log-probabilities
+    position_stop: NDArray[np.int64]  # [C]
 
     def first_only(self) -> ItemRanges:
         """Return only the first row and the first position of each item."""

@@ -8,10 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.losses import LOSSES
 from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
 from xtk.losses.cells.loss_cells import LossCells
-from xtk.losses.divergences import DIVERGENCES
 from xtk.losses.interface import (
     TEACHER_STOP_CLASS,
     ComparisonSpace,
@@ -22,10 +20,8 @@ from xtk.losses.interface import (
     range_sums,
     span_ranges,
 )
-from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import option
 
-OBSERVED_ADVANTAGE = "observed"
 # What is credited with the teacher's advantage: a span as a whole, or each of its tokens.
 SPAN_CREDIT, TOKEN_CREDIT = "span", "dpca"
 # Source of the advantage: the teacher's log-probabilities, or none (a control for tables).
@@ -47,15 +43,13 @@ class PolicyGradient(Loss):
     `L_t` and `L_old` are the sums of the log-probabilities of the span, and `p_i` is the student's probability of the
     token when it sampled it. Without clipping the tokens of a span add up to its `L_t - L_old`. Ratios above e^20 count
     as e^20. Options: `clip` (5 nats); `epsilon` (0.2); `epsilon_high` (as `epsilon`); `teacher_weight` (c, 1);
-    `reward_weight` (r, 1); `teacher_weight=0` is GRPO; `credit` (`span` or `dpca`); `advantage` (only `observed`: a
-    divergence is the same whichever token was sampled, so that as an advantage it has an expected gradient of 0);
-    `teacher` (`scored`, or `none`: a control without the teacher's log-probabilities, whose items are the tokens of
-    these spans, with `a = -c` where the student's probability was below `unlikely` when it sampled the token, and 0
-    elsewhere, + `r A`; arXiv 2608.31046); `unlikely` (0.1, only of that control; the threshold is ours); `offset` (a,
-    with `--reference`: `ln P_t - ln P_old` is replaced by `(ln P_t - ln P_r) - a (ln P_old - ln P_0)`, without the
-    style that the teacher shares with its reference `r`, and relative to the student 0 before the run; CompassOPD,
-    arXiv 2609.10154, has 0.5). PPO, Schulman et al., arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300; DPCA, arXiv
-    2606.09456.
+    `reward_weight` (r, 1); `teacher_weight=0` is GRPO; `credit` (`span` or `dpca`); `teacher` (`scored`, or `none`: a
+    control without the teacher's log-probabilities, whose items are the tokens of these spans, with `a = -c` where the
+    student's probability was below `unlikely` when it sampled the token, and 0 elsewhere, + `r A`; arXiv 2608.31046);
+    `unlikely` (0.1, only of that control; the threshold is ours); `offset` (a, with `--reference`: `ln P_t - ln P_old`
+    is replaced by `(ln P_t - ln P_r) - a (ln P_old - ln P_0)`, without the style that the teacher shares with its
+    reference `r`, and relative to the student 0 before the run; CompassOPD, arXiv 2609.10154, has 0.5). PPO, Schulman
+    et al., arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300; DPCA, arXiv 2606.09456.
     """
 
     clip: float = 5.0
@@ -63,7 +57,6 @@ class PolicyGradient(Loss):
     epsilon_high: float | None = None
     teacher_weight: float = 1.0
     reward_weight: float = 1.0
-    advantage: str = OBSERVED_ADVANTAGE
     teacher: str = option(
         SCORING_TEACHER, "Source of the advantage: the teacher, or none.", choices=(SCORING_TEACHER, NO_TEACHER)
     )
@@ -79,7 +72,7 @@ class PolicyGradient(Loss):
     stop_class = TEACHER_STOP_CLASS
 
     def __post_init__(self) -> None:
-        """Refuse options out of range, and advantages with an expected gradient of 0."""
+        """Refuse options out of range."""
         upper, inf = self._upper_epsilon, float("inf")
         for name, value, is_valid, wanted, example in (
             ("clip", self.clip, 0 < self.clip < inf, "above 0 and finite", "5 (nats)"),
@@ -100,26 +93,16 @@ class PolicyGradient(Loss):
                 "teacher_weight and reward_weight of the loss policy-gradient are both 0, so nothing would be learned",
                 hint="set at least one of them above 0",
             )
-        if self.unlikely != type(self).unlikely and self.teacher != NO_TEACHER:
+        others = ("unlikely",) if self.teacher == SCORING_TEACHER else ("offset", "credit")
+        for name in (name for name in others if getattr(self, name) != getattr(type(self), name)):
             raise XtkError(
-                f"unlikely={self.unlikely:g} of the loss policy-gradient has no effect with teacher={self.teacher}",
-                hint="remove unlikely, or use --loss policy-gradient:teacher=none",
+                f"{name}={getattr(self, name)} of the loss policy-gradient has no effect with teacher={self.teacher}",
+                hint=f"remove {name}, or use teacher={NO_TEACHER if name == 'unlikely' else SCORING_TEACHER}",
             )
-        if self.advantage != OBSERVED_ADVANTAGE:
-            raise self._advantage_error()
 
     @property
     def _upper_epsilon(self) -> float:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
-    def _advantage_error(self) -> XtkError:
-        if self.advantage not in {*LOSSES, *DIVERGENCES}:
-            return unknown_name_error("advantage", self.advantage, [OBSERVED_ADVANTAGE])
-        return XtkError(
-            f"the loss policy-gradient cannot use {self.advantage} as its advantage: a divergence does not depend on "
-            "the sampled token, so that its expected gradient is 0",
-            hint=f"remove advantage={self.advantage}, and add --loss {self.advantage} as a separate term",
-        )
 
     @property
     def covers_spans(self) -> bool:
@@ -181,14 +164,10 @@ class PolicyGradient(Loss):
 def _token_gains(
     gains: NDArray[np.float64], sizes: NDArray[np.int64], logprobs: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return each token's part of the gain of its span, in proportion to its log-probability.
+    """Return each token's part of the gain [C] of its span, in proportion to its log-probability by the student.
 
-    If the student was certain of all tokens of a span, they have equal parts.
-
-    Args:
-        gains: [C], the teacher's log-probability of each span minus the student's.
-        sizes: [C], number of tokens of each span.
-        logprobs: [tokens], of each token by the student; values above 0 (rounding of an engine) count as 0.
+    If the student was certain of all tokens of a span, they have equal parts. Log-probabilities [tokens] above 0
+    (rounding of an engine) count as 0. `sizes`: [C], number of tokens of each span.
     """
     owners = np.repeat(np.arange(len(gains)), sizes)
     logprobs = np.minimum(logprobs, 0)

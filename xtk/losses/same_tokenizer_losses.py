@@ -25,17 +25,16 @@ class TokenDivergenceLoss(Loss):
 class ForwardKL(TokenDivergenceLoss):
     """forward-kl: `sum_A t ln(t/s) + t_rem ln(t_rem/s_rem)` at each token, averaged over tokens.
 
-    `A` is the teacher's support; `t_rem` and `s_rem` are the remainders, the probabilities outside of `A`. A lower
-    bound of the full KL, equal to it if the support is the full vocabulary.
+    `A` is the teacher's support; `t_rem` and `s_rem` are the remainders, the probabilities outside of `A`. With sampled
+    tokens, an unbiased estimate of the full KL; without, a lower bound, equal to it if `A` is the full vocabulary.
     """
 
 
 class ReverseKL(TokenDivergenceLoss):
     """reverse-kl: `sum_A s ln(s/t) + s_rem ln(s_rem/t_rem)` at each token, averaged over tokens.
 
-    It needs the teacher's probabilities of the student's most likely tokens, so it works best with the support
-    `candidates` or with a large part of the vocabulary. An empty remainder of the teacher counts as 1e-6, the
-    resolution of fp32.
+    With sampled tokens, an unbiased estimate of the full KL at temperature 1; without, it works best with the support
+    `candidates` or a large part of the vocabulary. An empty remainder of the teacher counts as 1e-6, fp32's resolution.
     """
 
 

@@ -28,10 +28,8 @@ from xtk.models.output_head import OutputHead
 def shifted_by_reference(cells: LossCells, of_reference: LossCells) -> LossCells:
     """Return cells whose target's logits are `ln T(c) - ln R(c)`; those of the frozen student are added later.
 
-    Args:
-        cells: the cells of the teacher.
-        of_reference: the cells of its reference, from a distribution over the same tokens. It may lack cells that have
-            no probability, or have more.
+    The cells of the reference, from a distribution over the same tokens, may lack some without probability, or have
+    more.
     """
     reference_probs = of_reference.teacher_probs
     if not _have_equal_entries(cells, of_reference):
@@ -47,9 +45,7 @@ def shifted_by_reference(cells: LossCells, of_reference: LossCells) -> LossCells
 def with_frozen_student(terms: Sequence[LossCells], states: Tensor, head: OutputHead) -> list[LossCells]:
     """Return terms in which the shifted targets are complete; terms without a shift stay as they are.
 
-    Args:
-        states: [N, H], the frozen student's hidden states at the rows of the terms.
-        head: its output head.
+    `states`: [N, H], the frozen student's hidden states at the rows of the terms.
     """
     shifted = []
     complete = [*terms]

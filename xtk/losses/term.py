@@ -24,31 +24,18 @@ from xtk.text.token_sequence import TokenSequence as TokenSequence
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One term of the total loss: a loss, its divergence, its weight and its teacher.
+    """One term of the total loss: a loss, its divergence, its weight and its teacher."""
 
-    Attributes:
-        loss: builds the cells.
-        divergence: compares the two distributions over the cells.
-        comparison_space: projection or byte partition that the loss needs; None: neither.
-        name: the name in metrics.
-        weight: its factor in the sum.
-        teacher_index: index of its teacher, if the loss uses one.
-        teacher_weight: the teacher's weight among several.
-        denominator_group: terms with the same group are divided by their common number of items; "": by their own.
-        stop_classes: the stop tokens of both models, which are compared as one; None: each by itself.
-        has_sample_logprobs: whether the teacher's sampled tokens have log-probabilities.
-    """
-
-    loss: Loss
-    divergence: Divergence
-    comparison_space: ComparisonSpace
-    name: str = ""
-    weight: float = 1.0
-    teacher_index: int = 0
-    teacher_weight: float = 1.0
-    denominator_group: str = ""
-    stop_classes: StopClasses | None = None
-    has_sample_logprobs: bool = False
+    loss: Loss  # builds the cells
+    divergence: Divergence  # compares the two distributions over the cells
+    comparison_space: ComparisonSpace  # projection or byte partition that the loss needs; None: neither
+    name: str = ""  # the name in metrics
+    weight: float = 1.0  # its factor in the sum
+    teacher_index: int = 0  # index of its teacher, if the loss uses one
+    teacher_weight: float = 1.0  # the teacher's weight among several
+    denominator_group: str = ""  # terms of a group are divided by their common number of items; "": by their own
+    stop_classes: StopClasses | None = None  # stop tokens of both models, compared as one; None: each by itself
+    has_sample_logprobs: bool = False  # whether the teacher's sampled tokens have log-probabilities
 
     @property
     def uses_teacher(self) -> bool:
@@ -92,13 +79,9 @@ def make_loss_inputs(
 ) -> LossInputs:
     """Return the inputs of losses for a document: student tokens, aligned spans and the teacher's log-probabilities.
 
-    Args:
-        student: the student's tokens of the document.
-        document: the document, which may contain sampled tokens with advantages.
-        teacher: the teacher's tokens and log-probabilities; None: no teacher.
-        whitespace_mask: bool [T], from `student.whitespace_mask`; None: no loss needs it.
-        regions: uint8 [T], from `token_regions`; None: they are not needed.
-        advantage_bounds: float32 [regions], the largest size of the teacher's advantage in each; None: no bounds.
+    The document may contain sampled tokens with advantages. `whitespace_mask` and `regions`: [T], of the student's
+    tokens; None: no loss needs them. `advantage_bounds`: float32 [regions], the largest size of the teacher's advantage
+    in each.
     """
     rows = np.flatnonzero(student.loss_mask).astype(np.int64) - 1
     own: dict[str, Any] = {} if whitespace_mask is None else {"is_whitespace": whitespace_mask[rows + 1]}

@@ -103,16 +103,17 @@ class BackboneWithHead(nn.Module):
         """Enable several documents per sequence without attention between them; return whether the model can.
 
         Tested by forward passes of a small copy of the model on its device. A model's own attention may separate
-        documents by position ids.
-
-        Args:
-            attention: the attention implementation to prefer; "": xtk's attention by document, else the model's own.
+        documents by position ids. Eager attention does too, but keeps scores [T, T] of all documents together, so that
+        a document per row takes less memory.
+        `attention`: the attention implementation to prefer; "": xtk's attention by document, else the model's own.
         """
         if self._packing is None:
             inner = self._base_model
             packed_attention.register_attention()
-            names = filter(None, (attention, packed_attention.ATTENTION_NAME, inner.config._attn_implementation))
-            self._packing = _find_packing(inner, self._device, names, is_split=self._logit_transform is not None)
+            own = inner.config._attn_implementation
+            names = [attention, packed_attention.ATTENTION_NAME, own if own != "eager" else ""]
+            is_split = self._logit_transform is not None
+            self._packing = _find_packing(inner, self._device, filter(None, names), is_split=is_split)
             if self._packing is not None:
                 self.model.set_attn_implementation(self._packing)
             if attention and self._packing not in (None, attention):

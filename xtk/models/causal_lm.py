@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import warnings
@@ -23,13 +24,10 @@ from xtk.models.weight_validation import (
 from xtk.progress import phase
 from xtk.text.model_config_json import hub_kernel_repositories, read_model_config
 from xtk.text.tokenizer import Tokenizer
-from xtk.untrusted_json import parse_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CONFIGURATION_BYTES = 1 << 24
-LARGEST_RANK = 1024  # LoRA rank up to which peft may allocate an adapter without a check of its weights
 # Arguments of `from_pretrained` that determine the devices of weights.
-PLACEMENT_OPTIONS = frozenset({"device_map", "max_memory", "offload_folder", "distributed_config"})
+PLACEMENT_OPTIONS = frozenset({"device_map", "max_memory", "offload_folder"})
 
 
 def silence_transformers() -> None:
@@ -47,17 +45,23 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def free_device_memory() -> None:
+    """Free the memory of models that are no longer used, also of those in reference cycles."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def load_causal_lm(
     ref: ModelRef, *, device: torch.device | None = None, options: Mapping[str, Any] | None = None
 ) -> Any:
     """Load a model; an adapter is merged into its weights, or loaded without merging if these are quantized.
 
-    Args:
-        device: device of the model; None: the CPU. Ignored if `options` determine the devices.
-        options: further arguments of `from_pretrained`.
+    `device`: None: the CPU; ignored if `options`, further arguments of `from_pretrained`, determine the devices.
     """
     folder, options = ref.folder, dict(options or {})
     configuration = load_model_config(ref)
+    options |= quantized_placement(configuration, options, device)
     _check_weight_files(folder)
     _reject_hub_kernels([str(options.get("attn_implementation", ""))], "attn_implementation", ref)
     try:
@@ -87,6 +91,22 @@ def load_causal_lm(
     if device is not None and not placed:
         model = model.to(device)
     return model if ref.adapter is None else _load_adapter(model, ref.adapter)
+
+
+def quantized_placement(
+    configuration: Any, options: Mapping[str, Any], device: torch.device | None
+) -> dict[str, dict[str, Any]]:
+    """Return the `device_map` that loads a quantized model on a GPU; empty for other models and devices.
+
+    Quantized weights are not moved after loading. Without it, transformers leaves those of most methods on the CPU.
+    """
+    is_quantized = any(
+        getattr(source, "quantization_config", None) for source in (configuration, configuration.get_text_config())
+    )
+    is_quantized = is_quantized or options.get("quantization_config") is not None
+    if device is None or device.type == "cpu" or not is_quantized or PLACEMENT_OPTIONS.intersection(options):
+        return {}
+    return {"device_map": {"": device}}
 
 
 def auto_model_class(configuration: Any) -> Any:
@@ -197,7 +217,8 @@ def _load_adapter(model: Any, adapter: Path) -> Any:
                 loading_info = model.load_adapter(str(adapter))
                 WeightMismatches.from_loading_info(loading_info.to_dict()).check(adapter)
                 return model
-            adapted = PeftModel.from_pretrained(model, str(adapter))
+            # peft would read the weights through the first GPU in each process, and moves them to the model afterwards.
+            adapted = PeftModel.from_pretrained(model, str(adapter), torch_device="cpu")
             check_adapter_weights(adapted, adapter)
             return adapted.merge_and_unload()
     except Exception as failure:
@@ -205,31 +226,14 @@ def _load_adapter(model: Any, adapter: Path) -> Any:
 
 
 def check_adapter(adapter: Path) -> None:
-    """Refuse adapters without files or with a rank above that of the weights, and missing peft, before peft reads."""
-    configuration = adapter / "adapter_config.json"
-    for path in (configuration, adapter / ADAPTER_FILE):
+    """Refuse adapters without files, and missing peft, before peft reads."""
+    for path in (adapter / "adapter_config.json", adapter / ADAPTER_FILE):
         if not path.is_file():  # peft would download weights from the hub, or read a pickle
             raise XtkError(
                 f"the folder of the adapter has no file {path.name}",
                 where=str(adapter),
                 hint="save the adapter again with peft's save_pretrained, or download it again",
             )
-    with configuration.open("rb") as stream:
-        content = stream.read(CONFIGURATION_BYTES).decode(errors="replace")
-    described = parse_json(content, what="the adapter's adapter_config.json", where=str(configuration))
-    hint = "copy or download the adapter again"
-    if not isinstance(described, dict):
-        what = "the adapter's adapter_config.json is not a JSON object"
-        raise CorruptError(what, where=str(configuration), hint=hint)
-    patterns = described.get("rank_pattern")
-    stated = [described.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
-    largest = max(
-        (shape[0] for name, (_, shape) in read_weight_headers(adapter).items() if ".lora_A." in name), default=0
-    )
-    for rank in stated:
-        if isinstance(rank, int | float) and rank > max(largest, LARGEST_RANK):
-            what = f"adapter_config.json has rank {rank:,}, but the largest rank of its weights is {largest:,}"
-            raise CorruptError(what, where=str(configuration), hint=hint)
     require_package("peft", "an adapter needs", where=str(adapter))
 
 
@@ -284,5 +288,6 @@ def _check_row_count(rows: int, tokenizer: Tokenizer) -> None:
         raise XtkError(
             f"the model's embedding has only {rows:,} rows for the {len(tokenizer):,} tokens of its tokenizer",
             where=str(tokenizer.name),
-            hint="use the model's original tokenizer, or xtk distill --resize-vocabulary, which adds the missing rows",
+            hint="use the model's original tokenizer, or "
+            "add rows with model.resize_token_embeddings(len(tokenizer)) and save_pretrained",
         )

@@ -22,9 +22,7 @@ def load_without_weights(ref: ModelRef, options: Mapping[str, Any]) -> Any | Non
 
     The files of some models have other names or shapes than the model, which transformers converts while it reads them.
     Buffers that are in no file are on the CPU and have their values.
-
-    Args:
-        options: arguments of `from_pretrained`.
+    `options`: arguments of `from_pretrained`.
     """
     try:
         model = load_causal_lm(ref, options={**options, "device_map": {"": "meta"}})

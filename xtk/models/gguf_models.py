@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import re
 import shutil
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,8 +19,7 @@ from xtk.files.atomic_files import (
     sha256_of_file,
     write_json,
 )
-from xtk.files.output import fsync_folder, write_output_folder
-from xtk.models.gguf_header import is_gguf_file
+from xtk.files.output import fsync_folder, write_output_folder, writer_lock
 from xtk.models.gguf_to_huggingface import convert_gguf
 from xtk.models.weight_hash import hash_weights
 from xtk.writable_cache_folders import user_cache_folder
@@ -31,6 +27,14 @@ from xtk.writable_cache_folders import user_cache_folder
 GGUF_RECORD = "gguf.json"
 CONVERSION_VERSION = 3  # increased when the conversion gives other files
 _KEY_LENGTH = 24
+
+
+def is_gguf_file(path: Path) -> bool:
+    """Return whether a file is named .gguf, or begins as GGUF files do."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    with path.open("rb") as stream:
+        return stream.read(4) == b"GGUF"
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -54,8 +58,7 @@ def find_gguf(path: Path) -> Path | None:
 def gguf_model_folder(path: Path) -> Path:
     """Return the model folder of a GGUF file; the first call converts it.
 
-    The folder is in `gguf` of `XTK_CACHE`, else of `~/.cache/xtk`, named by the file and its checksum. A conversion has
-    a temporary name until it is complete; other processes wait for it.
+    The folder is in `gguf` of `user_cache_folder`, named by the file and its checksum.
     """
     status = path.stat()
     key = _checksum(path.resolve(), status.st_size, status.st_mtime_ns)
@@ -68,21 +71,19 @@ def gguf_model_folder(path: Path) -> Path:
     short = f"{key.removeprefix('sha256:')[:_KEY_LENGTH]}-{CONVERSION_VERSION}"
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem).strip("-.")[:80] or "model"  # hidden folders are not searched
     folder = cache / f"{name}-{short}"
-    converted = _find_converted(cache, short, folder.name)
-    if converted is not None and converted.name == folder.name:
+    if (converted := _find_converted(cache, short)) is not None:
         return converted
     cache.mkdir(parents=True, exist_ok=True)
-    with _wait_for_lock(cache / f".{short}.lock"):
-        converted = _find_converted(cache, short, folder.name)  # another process may have converted it meanwhile
-        if converted is not None:
-            return converted if converted.name == folder.name else _copy_conversion(converted, folder)
+    with writer_lock(cache / short, "converted model", seconds=-1):
+        if (converted := _find_converted(cache, short)) is not None:  # by another process meanwhile
+            return converted
         for incomplete in cache.glob(f"[!.]*-{short}"):  # files were removed from it
             shutil.rmtree(incomplete, ignore_errors=True)
         try:
             return _convert(path, key, folder)
         except OSError as failure:
             # Without locks, another process may have renamed its own.
-            if (converted := _find_converted(cache, short, folder.name)) is not None:
+            if (converted := _find_converted(cache, short)) is not None:
                 return converted
             raise XtkError(
                 f"the model folder of a GGUF file cannot be written: {str(failure.strerror or failure).lower()}",
@@ -108,9 +109,9 @@ def _checksum(path: Path, size: int, modified: int) -> str:
     return sha256_of_file(path)
 
 
-def _find_converted(cache: Path, key: str, name: str = "") -> Path | None:
-    """Return a complete conversion of a GGUF file, under any name; under its own if there is one."""
-    for folder in sorted(cache.glob(f"[!.]*-{key}"), key=lambda one: (one.name != name, one.name)):
+def _find_converted(cache: Path, key: str) -> Path | None:
+    """Return a complete conversion of a GGUF file; its name is that of the file at the first conversion."""
+    for folder in sorted(cache.glob(f"[!.]*-{key}")):
         record = _read_record(folder)
         files = {} if record is None else record["files"]
         if files and all((folder / name).is_file() and (folder / name).stat().st_size == size
@@ -119,37 +120,12 @@ def _find_converted(cache: Path, key: str, name: str = "") -> Path | None:
     return None
 
 
-def _copy_conversion(source: Path, folder: Path) -> Path:
-    """Give a conversion another name, as links to its files: the GGUF file is known under that name too."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with write_output_folder(folder) as temporary:
-        for file in sorted(source.iterdir()):
-            try:
-                os.link(file, temporary / file.name)
-            except OSError:  # a file system without hard links
-                shutil.copy2(file, temporary / file.name)
-        fsync_folder(temporary)
-    return folder
-
-
 def _read_record(folder: Path) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, CorruptError):
         if (folder / GGUF_RECORD).is_file():
             record = read_json(folder / GGUF_RECORD)
             return record if isinstance(record.get("gguf"), str) and isinstance(record.get("files"), dict) else None
     return None
-
-
-@contextlib.contextmanager
-def _wait_for_lock(path: Path) -> Iterator[None]:
-    """Hold a lock, which the kernel releases when the process ends; wait for other processes."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks: each process renames a complete folder
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _convert(path: Path, checksum: str, folder: Path) -> Path:

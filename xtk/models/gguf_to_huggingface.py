@@ -1,4 +1,4 @@
-"""Conversion of a GGUF file to a Hugging Face model folder, with the loader of transformers."""
+"""Headers of GGUF files, and their conversion to a Hugging Face model folder with the loader of transformers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import numpy as np
 
 from xtk import terminal
 from xtk.errors import CorruptError, XtkError, require_package
-from xtk.models.gguf_header import GgufHeader, read_gguf_header
 from xtk.models.safetensors_headers import WeightMismatches
 from xtk.models.saved_model import add_transformers_4_keys
 from xtk.untrusted_json import parse_json
@@ -30,6 +30,49 @@ GPT2_PATTERN = frozenset({"", "gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2", "
 _NO_WEIGHTS = re.compile(r"rope_freqs|rope_factors|attn_rot_embd")
 
 
+@dataclass(frozen=True)
+class GgufHeader:
+    """The header of a GGUF file."""
+
+    architecture: str  # `general.architecture`, such as "llama"
+    tokenizer: str  # `tokenizer.ggml.model`, such as "gpt2"; "" if the file has no tokenizer
+    pre_tokenizer: str  # `tokenizer.ggml.pre`, such as "smollm"; "" if the file states none
+    # The fields of `ARCHITECTURE.rope.scaling.`, such as {"type": "yarn", "factor": 4.0}.
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    tensor_sizes: dict[str, int] = field(default_factory=dict)  # {name: number of values} of all tensors
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Return the header of a GGUF file whose tensors are all inside of the file."""
+    require_package("gguf", "reading a GGUF model needs", where=str(path))
+    from gguf import GGUFReader, GGUFValueType
+
+    try:
+        reader = GGUFReader(path)
+        items = [item for item in reader.fields.items() if GGUFValueType.ARRAY not in item[1].types]
+        fields = {name: stored.contents() for name, stored in items}
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as failure:
+        raise CorruptError(
+            f"this GGUF file is truncated or corrupt, or newer than the package gguf: {failure}",
+            where=str(path),
+            hint="download or copy the file again, or upgrade the package gguf",
+        ) from None
+    if (num_parts := int(fields.get("split.count", 1))) > 1:
+        raise XtkError(
+            f"this GGUF file is one of {num_parts} parts of a model",
+            where=str(path),
+            hint="merge the parts with llama.cpp: llama-gguf-split --merge FIRST_PART model.gguf",
+        )
+    names = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
+    texts = [str(fields.get(name, "")) for name in names]
+    prefix = f"{texts[0]}.rope.scaling."
+    scaling = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+    if f"{texts[0]}.rope.scale_linear" in fields:  # in old files
+        scaling = {"type": "linear", "factor": fields[f"{texts[0]}.rope.scale_linear"], **scaling}
+    tensor_sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+    return GgufHeader(texts[0], texts[1], texts[2], scaling, tensor_sizes)
+
+
 def convert_gguf(path: Path, folder: Path) -> dict[str, Any] | None:
     """Write a GGUF model as config.json, safetensors, tokenizer and chat template into an existing folder.
 
@@ -38,7 +81,6 @@ def convert_gguf(path: Path, folder: Path) -> dict[str, Any] | None:
     Returns:
         The scaling of its rotary embedding, as `rope_parameters` of transformers, where its loader left it out.
     """
-    require_package("gguf", "reading a GGUF model needs", where=str(path))
     header = read_gguf_header(path)
     # The loader prints progress bars and warnings to stderr.
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
@@ -86,9 +128,6 @@ def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, Weigh
         for name in ("quantization_config", "_model_name_or_path"):
             holder.__dict__.pop(name, None)
     hint = "download the file again; or use the model's original folder or hub id"
-    with _loader_errors(path, f"this GGUF model ({header.architecture})", hint), torch.device("meta"):
-        described = transformers.AutoModelForCausalLM.from_config(config)
-    _check_size(path, header, described)
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # without it, newer loaders keep the weights quantized
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -113,14 +152,6 @@ def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, Weigh
     not_loaded = {name for name, weights in plain.named_parameters() if weights.is_meta}
     missing = {*loading_info["missing_keys"], *not_loaded}
     return plain, WeightMismatches.from_loading_info({**loading_info, "missing_keys": missing})
-
-
-def _check_size(path: Path, header: GgufHeader, model: Any) -> None:
-    """Refuse a header that describes a much larger model than the file contains, before memory for it is allocated."""
-    stated, in_file = (sum(sizes) for sizes in ((p.numel() for p in model.parameters()), header.tensor_sizes.values()))
-    if stated > 2 * in_file:  # a few missing weights are reported by name
-        what = f"its header describes a model of {stated:,} weights, but it contains {in_file:,}"
-        raise CorruptError(f"this GGUF file is corrupt: {what}", where=str(path), hint="download or copy it again")
 
 
 def _check_all_weights_are_read(path: Path, header: GgufHeader, model: Any) -> None:

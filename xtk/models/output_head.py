@@ -95,20 +95,10 @@ class OutputHead:
 
 
 class ChunkedLogits:
-    """Computes logits [n, V] of a few rows at a time, in a buffer that is reused by the next call.
+    """Computes logits [n, V], fp32 or fp64, of up to `max_rows` of the rows of states [N, H] at a time, in one buffer.
 
-    New memory for each chunk would cost more in page faults than the exponentials of its logits.
-
-    Args:
-        states: [N, H], the rows that will be passed in chunks.
-        max_rows: largest number of rows per call.
-        dtype: dtype of the product; the logits are fp32 (fp64 for fp64).
-        with_softcap_gradient: compute `softcap_gradient`.
-
-    Attributes:
-        matrices: matrices of the head, in the dtype of the product.
-        softcap_gradient: [n, V], derivative of the soft cap at the last logits; None without a soft cap.
-        scratch: [n, V] in the dtype of the product, a buffer that is free between two calls.
+    New memory for each chunk would cost more in page faults than the exponentials of its logits. `dtype`: of the
+    product.
     """
 
     def __init__(
@@ -122,6 +112,7 @@ class ChunkedLogits:
     ) -> None:
         self._head, weight = head, head.weight
         self._compute = dtype or (states.dtype if weight is None else weight.dtype)
+        # Matrices of the head, in the dtype of the product.
         self.matrices = [matrix.detach().to(self._compute) for matrix in head.matrices]
         self._bias = None if head.bias is None else head.bias.detach()
         logits_dtype = torch.float64 if self._compute == torch.float64 else torch.float32
@@ -133,8 +124,8 @@ class ChunkedLogits:
         self._softcap_gradient_buffer = (
             states.new_empty(size, dtype=logits_dtype) if with_softcap_gradient and head.softcap is not None else None
         )
-        self.softcap_gradient: Tensor | None = None
-        self.scratch: Tensor | None = None
+        self.softcap_gradient: Tensor | None = None  # [n, V], derivative at the last logits; None: no soft cap
+        self.scratch: Tensor | None = None  # [n, V] in the dtype of the product, a buffer that is free between calls
 
     def __call__(self, states: Tensor) -> Tensor:
         """Return the logits of some rows [n, H], n at most `max_rows`; they are overwritten by the next call."""

@@ -33,9 +33,7 @@ def resolve_dtype(dtype: str, folder: Path | None) -> str:
     """Return a value of `--dtype`: for "auto", the checkpoint's own dtype on a GPU with bf16, else "float32".
 
     The checkpoint's own dtype is that of most of its weights; "bfloat16" if they are quantized or not on this machine.
-
-    Args:
-        folder: the model; None: servers run it, in their own dtype.
+    `folder`: the model; None: servers run it, in their own dtype.
     """
     if dtype != AUTO:
         return dtype
@@ -81,11 +79,8 @@ def resolve_batch_tokens(max_batch_tokens: int | None) -> int:
 def resolve_loader_workers(num_workers: int | None, processes: int, *, needs_thread: bool) -> int:
     """Return a value of `--dataloader-num-workers`: without one, on a GPU up to `MAX_LOADER_WORKERS`, and 0 on a CPU.
 
-    Two cores are left for the threads of each process of the run.
-
-    Args:
-        processes: processes of the run on this machine.
-        needs_thread: whether the run builds batches in a thread, with online teachers and on-policy.
+    Two cores are left for the threads of each of the processes of the run on this machine. `needs_thread`: the run
+    builds batches in a thread, with online teachers and on-policy.
     """
     if num_workers is not None:
         return num_workers

@@ -22,9 +22,7 @@ def weight_files(folder: Path, *, allow_missing: bool = False) -> list[Path]:
     """Return the safetensors files from which transformers or peft loads the weights of a folder; may be empty.
 
     That is `model.safetensors`, else the shards in the index, else the adapter's file, else all safetensors files.
-
-    Args:
-        allow_missing: leave out files that are in the index but do not exist, instead of an error.
+    `allow_missing`: leave out files that are in the index but do not exist, instead of an error.
     """
     for path in folder.glob("*.safetensors"):
         if path.exists() and not path.is_file():  # reading a pipe would block
@@ -62,32 +60,19 @@ def read_weight_index(folder: Path) -> dict[str, str]:
 def read_weight_headers(folder: Path, *, allow_missing: bool = False) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return {name: (safetensors dtype, shape)} of the weights of a model or an adapter; see `weight_files`."""
     files = weight_files(folder, allow_missing=allow_missing)
-    return {name: entry[:2] for path in files for name, entry in read_file_header(path).items()}
+    return {name: entry for path in files for name, entry in read_file_header(path).items()}
 
 
-def read_file_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Return {name: (dtype, shape, first byte in the file)}."""
-    with path.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        try:
-            header = json.loads(stream.read(size)) if 0 < size < 1 << 30 else None
-        except (ValueError, RecursionError):
-            header = None
-    start = 8 + size
+def read_file_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return {name: (dtype, shape)}."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        header.pop("__metadata__", None)  # type: ignore[union-attr]
-        end = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)  # type: ignore[union-attr]
-        tensors = {
-            str(name): (str(tensor["dtype"]), tuple(map(int, tensor["shape"])), start + int(tensor["data_offsets"][0]))
-            for name, tensor in header.items()  # type: ignore[union-attr]
-        }
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
-        what = "the weight file cannot be read: its safetensors header is invalid"
-        raise CorruptError(what, where=str(path), hint=_HINT) from None
-    if (actual := path.stat().st_size) != start + end:
-        what = f"the weight file has {actual:,} bytes, but its safetensors header requires {start + end:,}"
-        raise CorruptError(what, where=str(path), hint=_HINT)
-    return tensors
+        with safe_open(path, "np") as file:
+            slices = {str(name): file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except SafetensorError as failure:
+        raise CorruptError(f"the weight file cannot be read: {failure}", where=str(path), hint=_HINT) from None
+    return {name: (str(part.get_dtype()), tuple(part.get_shape())) for name, part in slices.items()}
 
 
 def format_names(names: list[str]) -> str:
@@ -137,7 +122,7 @@ EMBEDDING_NAMES = (
     "word_embeddings.weight",
     "tok_embeddings.weight",
 )
-_DTYPES: dict[str, Any] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_DTYPES = ("F32", "F16", "BF16")
 
 
 def read_input_embedding(folder: Path) -> NDArray[np.float32]:
@@ -158,14 +143,15 @@ def read_input_embedding(folder: Path) -> NDArray[np.float32]:
             hint=f"use a model whose embedding tensor has a name that ends in {', '.join(EMBEDDING_NAMES)}",
         )
     # If a model has several (such as a vision tower), the text embedding has the most rows.
-    file, name, dtype, shape, start = max(entries, key=lambda entry: entry[3][0])
+    file, name, dtype, _ = max(entries, key=lambda entry: entry[3][0])
     if dtype not in _DTYPES:
         raise XtkError(
             f"this model's input embedding has dtype {dtype}, which this method does not support",
             where=f"{file}: {name}",
             hint=f"convert the weights to one of {', '.join(_DTYPES)}",
         )
-    raw: Any = np.memmap(file, _DTYPES[dtype], "r", offset=start, shape=shape)
-    if dtype == "BF16":  # the upper half of a float32
-        raw = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return np.array(raw, np.float32)
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as stream:
+        embedding: NDArray[np.float32] = stream.get_tensor(name).float().numpy()
+    return embedding

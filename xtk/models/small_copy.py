@@ -22,14 +22,8 @@ def small_copy(model: Any, device: torch.device) -> Any:
     """Return a small model of the same class with random float32 weights, in evaluation mode.
 
     Its layers are the first ones of the model, as many as include one of each kind. Vocabulary, MLPs and windows are
-    smaller; it has the default attention implementation.
-
-    Args:
-        model: a transformers model, without peft's wrapper; its weights are not read and may be on the meta device.
-        device: device of the copy.
-
-    Raises:
-        Exception: of any type, if the class does not support such a configuration.
+    smaller; it has the default attention implementation. The weights of the model, without peft's wrapper, are not read
+    and may be on the meta device. A class that does not support such a configuration raises any exception.
     """
     configuration = copy.deepcopy(model.config)
     configuration._attn_implementation = None

@@ -27,8 +27,6 @@ from xtk.text.tokenizer import Tokenizer
 # The dtypes of trainable weights. Small gradients underflow in fp16.
 TRAINABLE_DTYPES = ("float32", "bfloat16")
 ALL_LINEAR = ("all-linear",)
-# A resized vocabulary has a multiple of this many rows, for tensor cores and vocabulary shards.
-VOCABULARY_MULTIPLE = 64
 _HUB_SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[^/]+)$")
 
 
@@ -46,11 +44,6 @@ class StudentModelConfig(StudentModelOptions):
         if given and not self.lora_r:
             option = given[0].replace("_", "-")
             raise XtkError(f"--{option} needs LoRA adapters, but --lora-r is 0", hint="add --lora-r 16")
-        if self.resize_vocabulary and self.is_quantized:
-            raise XtkError(
-                "--resize-vocabulary does not work with --load-in-4bit or --load-in-8bit: adapters cannot store rows",
-                hint="resize the model first: model.resize_token_embeddings(len(tokenizer)), then save_pretrained",
-            )
 
     @property
     def is_quantized(self) -> bool:
@@ -86,16 +79,14 @@ def load_student(
 
     Args:
         source: the student before training; its adapter is trained further.
-        tokenizer: the student's tokenizer, whose tokens need embedding rows.
         device: device of the model; meta: it is sharded before `read_model_shards` reads its weights, or it is loaded
-            on the CPU where that is not possible (adapters, new embedding rows, weights that transformers converts).
+            on the CPU where that is not possible (adapters, weights that transformers converts).
         checkpoint: folder written by `save_trainable`, from which the run resumes; None: a new run.
-        mixed_precision: "bf16" if the model will compute in bf16.
     """
     adapted = bool(config.lora_r or source.adapter)
     folder = source.folder if adapted or checkpoint is None else checkpoint
     base = replace(source, folder=folder, adapter=None, dtype=config.dtype)
-    if device.type == "meta" and (adapted or config.is_quantized or config.resize_vocabulary):
+    if device.type == "meta" and (adapted or config.is_quantized):
         device = torch.device("cpu")
     model = _load_base_model(base, config, device, mixed_precision)
     if not adapted and getattr(model, "quantization_method", None):
@@ -104,8 +95,6 @@ def load_student(
             where=str(folder),
             hint="train LoRA adapters: add --lora-r 16",
         )
-    if config.resize_vocabulary:
-        _resize_vocabulary(model, tokenizer, config, adapted)
     check_embedding_rows(model, tokenizer)
     if adapted:
         model = attach_trainable_adapter(model, source, config, checkpoint)
@@ -174,24 +163,6 @@ def _load_base_model(base: ModelRef, config: StudentModelConfig, device: torch.d
         raise
 
 
-def _resize_vocabulary(model: Any, tokenizer: Tokenizer, config: StudentModelConfig, adapted: bool) -> None:
-    """Add embedding rows for tokens that have none, initialized around the mean of the existing rows."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    if rows >= len(tokenizer):
-        return
-    ends = _embedding_names(model)
-    fully_trained = {one.rpartition(".")[2] for one in config.lora_modules_to_save}
-    if adapted and not ends <= fully_trained:
-        raise XtkError(
-            "with LoRA, the new embedding rows of --resize-vocabulary would stay untrained",
-            where=f"{rows:,} embedding rows for {len(tokenizer):,} tokens",
-            hint=f"add --lora-modules-to-save {','.join(sorted(ends))}, which trains the full embeddings",
-        )
-    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=VOCABULARY_MULTIPLE)
-    new_rows = model.get_input_embeddings().weight.shape[0]
-    terminal.note(f"distill: embeddings resized from {rows:,} to {new_rows:,} rows")
-
-
 def attach_trainable_adapter(
     model: Any, source: ModelRef, config: StudentModelConfig, checkpoint: Path | None = None
 ) -> Any:
@@ -212,7 +183,7 @@ def attach_trainable_adapter(
         warnings.simplefilter("ignore")  # peft uses deprecated functions of transformers
         if adapter_folder is not None:
             try:
-                trained = PeftModel.from_pretrained(model, str(adapter_folder), is_trainable=True)
+                trained = PeftModel.from_pretrained(model, str(adapter_folder), is_trainable=True, torch_device="cpu")
                 check_adapter_weights(trained, adapter_folder)
                 return _set_base_model_name(trained, source.folder)
             except Exception as failure:
@@ -324,11 +295,7 @@ def has_mergeable_adapter(model: Any) -> bool:
 
 
 def save_trainable(model: Any, folder: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
-    """Write the trained weights, from which `load_student` resumes: the adapter only, or the full model.
-
-    Args:
-        state_dict: full weights by name, if the model's are sharded over processes; None: the model's weights.
-    """
+    """Write what `load_student` reads: adapter or full model; `state_dict`: full weights by name, if sharded."""
     given = {} if state_dict is None else {"state_dict": dict(state_dict)}  # transformers empties this dict
     if not is_peft_model(model):
         model.save_pretrained(folder, safe_serialization=True, **given)

@@ -53,9 +53,7 @@ def compare_headers_with_config(
 
     transformers loads meta tensors, because it knows which weights are tied and their names in older files. Quantized
     weights and models with their own Python code are not checked.
-
-    Args:
-        headers: {folder: result of `read_weight_headers`}, first of the model, then of its adapters.
+    `headers`: {folder: result of `read_weight_headers`}, first of the model, then of its adapters.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES

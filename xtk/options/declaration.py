@@ -21,41 +21,23 @@ RESULT, INPUTS, SPEED, REPORTING = "result", "inputs", "speed", "reporting"
 
 @dataclass(frozen=True)
 class Option:
-    """A declared option.
+    """A declared option."""
 
-    Attributes:
-        help: one phrase, or two.
-        metavar: how help writes the value; None: the type.
-        min: smallest legal value; None: none.
-        max: largest legal value; None: none.
-        above: every legal value is larger; None: none.
-        below: every legal value is smaller; None: none.
-        choices: legal values of a text; (): any.
-        flags: names on the command line; (): `--field-name`.
-        is_argument: a positional argument instead of an option.
-        show_default: whether help shows the default.
-        comma_separated: a list that is one value on the command line; other lists are repeated options.
-        effect: RESULT, INPUTS, SPEED or REPORTING.
-        is_recorded: whether the recipe of a run has it; False for what belongs to one execution.
-        is_path: whether its values are paths, which recipes store as absolute ones.
-        identity_if_set: leave it out of a run's identity at its default: it is newer than runs that may be resumed.
-    """
-
-    help: str
-    metavar: str | None = None
-    min: float | None = None
-    max: float | None = None
-    above: float | None = None
-    below: float | None = None
-    choices: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-    is_argument: bool = False
-    show_default: bool = True
-    comma_separated: bool = False
-    effect: str = RESULT
-    is_recorded: bool = True
-    is_path: bool = False
-    identity_if_set: bool = False
+    help: str  # one phrase, or two
+    metavar: str | None = None  # how help writes the value; None: the type
+    min: float | None = None  # smallest legal value; None: none
+    max: float | None = None  # largest legal value; None: none
+    above: float | None = None  # every legal value is larger; None: none
+    below: float | None = None  # every legal value is smaller; None: none
+    choices: tuple[str, ...] = ()  # legal values of a text; (): any
+    flags: tuple[str, ...] = ()  # names on the command line; (): `--field-name`
+    is_argument: bool = False  # a positional argument instead of an option
+    show_default: bool = True  # whether help shows the default
+    comma_separated: bool = False  # a list that is one value on the command line; other lists are repeated options
+    effect: str = RESULT  # RESULT, INPUTS, SPEED or REPORTING
+    is_recorded: bool = True  # whether the recipe of a run has it; False for what belongs to one execution
+    is_path: bool = False  # whether its values are paths, which recipes store as absolute ones
+    identity_if_set: bool = False  # not in a run's identity at its default: it is newer than runs that may be resumed
 
     @property
     def limits(self) -> str:
@@ -76,13 +58,7 @@ class Option:
 
 
 def option(default: T, help: str, **details: Any) -> T:  # noqa: A002 (as in typer)
-    """Return a dataclass field for an option.
-
-    Args:
-        default: its default; `REQUIRED`: none.
-        help: one phrase, or two.
-        details: attributes of `Option`.
-    """
+    """Return a dataclass field for an option; `default`: `REQUIRED` for none; `details`: attributes of `Option`."""
     field: T = dataclasses.field(default=default, metadata={_KEY: Option(help, **details)})
     return field
 
@@ -98,12 +74,7 @@ def argument(default: T, help: str, *, metavar: str, **details: Any) -> T:  # no
 
 
 def redeclared(kind: type, name: str, default: Any = ..., **details: Any) -> Any:
-    """Return a field like the option `name` of another dataclass.
-
-    Args:
-        default: its default; `...`: that of the other.
-        details: attributes of `Option` that differ.
-    """
+    """Return a field like an option of another dataclass; `details`: attributes of `Option` that differ."""
     field = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
     declared = dataclasses.replace(field.metadata[_KEY], **details)
     return dataclasses.field(default=field.default if default is ... else default, metadata={_KEY: declared})
@@ -114,12 +85,6 @@ def find_option(field: dataclasses.Field[Any]) -> Option | None:
     return field.metadata.get(_KEY)
 
 
-def option_of(kind: type, name: str) -> Option:
-    """Return the declaration of a field."""
-    declared: Option = kind.__dataclass_fields__[name].metadata[_KEY]  # type: ignore[attr-defined]
-    return declared
-
-
 def declared_options(kind: type) -> Iterator[tuple[dataclasses.Field[Any], Option]]:
     """Yield (field, option) of a dataclass: arguments, of bases first; then its own options; then those of bases."""
     order = [name for base in kind.__mro__ for name in inspect.get_annotations(base)]
@@ -128,12 +93,7 @@ def declared_options(kind: type) -> Iterator[tuple[dataclasses.Field[Any], Optio
 
 
 def options_of(kind: type[T], given: Any, **others: Any) -> T:
-    """Return a dataclass with those fields that `given` has, and `others`.
-
-    Args:
-        given: an object with options as attributes.
-        others: values of further fields, or instead of those of `given`.
-    """
+    """Return a dataclass with the values of those fields that `given` has, and of `others`, which come first."""
     names = [field.name for field in dataclasses.fields(kind) if field.init and hasattr(given, field.name)]  # type: ignore[arg-type]
     return kind(**{name: getattr(given, name) for name in names} | others)
 
@@ -157,28 +117,19 @@ def check_options(options: Any) -> None:
 
 @dataclass(frozen=True)
 class Heading:
-    """Options that help lists under one heading.
-
-    Attributes:
-        title: the heading.
-        options: names of options, or dataclasses whose options are listed, in this order. An option that is named
-            under one heading is not listed with its dataclass under another.
-    """
+    """Options that help lists under one heading."""
 
     title: str
+    # Names of options, or dataclasses whose options are listed, in this order. An option that is named under one
+    # heading is not listed with its dataclass under another.
     options: tuple[type | str, ...]
 
 
 class CommandOptions:
-    """Base class of the options of one command; all fields of a subclass are options.
+    """Base class of the options of one command; all fields of a subclass are options."""
 
-    Attributes:
-        HEADINGS: what help lists under headings; all other options come last.
-        MAIN_OPTIONS: names of the most used options, which --help lists; (): it lists all.
-    """
-
-    HEADINGS: ClassVar[Sequence[Heading]] = ()
-    MAIN_OPTIONS: ClassVar[Sequence[str]] = ()
+    HEADINGS: ClassVar[Sequence[Heading]] = ()  # what help lists under headings; all other options come last
+    MAIN_OPTIONS: ClassVar[Sequence[str]] = ()  # names of the most used options, which --help lists; (): it lists all
 
 
 def headings_of(headings: Sequence[Heading]) -> list[tuple[Heading, list[str]]]:

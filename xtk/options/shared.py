@@ -11,6 +11,7 @@ MAX_ROW_BYTES = 1_000_000_000  # of log-probabilities: a token with 20 listed on
 MAX_SEED = 2**32 - 1  # of numpy
 MAX_GENERATIONS = 65_536
 MAX_COUNT = 2**31 - 1
+CHAT, TEXT, ECHO = "chat", "text", "echo"  # modes of a service
 MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -180,3 +181,28 @@ class ServerOptions:
     concurrency: int = option(
         32, "With --backend server: maximum number of concurrent requests, over all servers.", min=1
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """Requests of `xtk query-teacher` to a service: an API with an OpenAI interface that its provider runs."""
+
+    mode: str = option(
+        CHAT,
+        "chat: the service answers messages; text: it continues prompts. echo: it scores given texts, if it can.",
+        choices=(CHAT, TEXT, ECHO),
+    )
+    top_logprobs: int = option(20, "Listed tokens per position; services allow 5 or 20.", min=0, max=1000)
+    max_completion_length: int = option(512, "Maximum number of tokens of an answer.", min=1)
+    temperature: float = option(1.0, "Sampling temperature of answers; log-probabilities are those at 1.", min=0)
+    concurrency: int = option(8, "Requests in flight.", min=1)
+    api_key_env: str = option(
+        "", "Environment variable with the API key. Default: XTK_API_KEY or OPENAI_API_KEY.", metavar="NAME"
+    )
+    max_requests_per_minute: float = option(0, "Maximum requests per minute; 0: no limit.", min=0)
+    max_tokens_per_minute: float = option(0, "Maximum tokens per minute, of prompts and answers; 0: no limit.", min=0)
+    max_cost: float = option(0, "Stop before the cost exceeds this, in the unit of the prices; 0: no limit.", min=0)
+    input_price: float = option(
+        0, "Price of a million prompt tokens, in any currency: for the printed cost and --max-cost.", min=0
+    )
+    output_price: float = option(0, "Price of a million answer tokens, as --input-price.", min=0)

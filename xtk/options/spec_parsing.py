@@ -18,17 +18,11 @@ _WEIGHT = Option("weight", above=0, max=MAX_WEIGHT)
 
 @dataclasses.dataclass(frozen=True)
 class OptionSpec:
-    """A parsed `NAME:key=value,...`: one term of a weighted sum.
+    """A parsed `NAME:key=value,...`: one term of a weighted sum."""
 
-    Attributes:
-        name: name of the variant.
-        weight: factor in the sum.
-        options: (key, value) pairs without the weight.
-    """
-
-    name: str
-    weight: float = 1.0
-    options: tuple[tuple[str, str], ...] = ()
+    name: str  # name of the variant
+    weight: float = 1.0  # factor in the sum
+    options: tuple[tuple[str, str], ...] = ()  # (key, value) pairs without the weight
 
     def __str__(self) -> str:
         weight = () if self.weight == 1 else (("weight", repr(self.weight)),)
@@ -37,11 +31,7 @@ class OptionSpec:
 
 
 def parse_pair(text: str, where: str) -> tuple[str, str]:
-    """Return the key and the value of `key=value`; a key may be written with `-` instead of `_`.
-
-    Args:
-        where: the option and its value, for messages.
-    """
+    """Return the key and the value of `key=value`; a key may be written with `-` instead of `_`."""
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -90,12 +80,9 @@ def _option_fields(kind: type) -> dict[str, Any]:
 
 
 def from_pairs(kind: type[T], pairs: Iterable[tuple[str, str]], owner: str) -> T:
-    """Return an instance of a dataclass, with values of the types of its defaults.
+    """Return an instance of a dataclass from (field, text), with values of the types of its defaults.
 
-    Args:
-        kind: the class; limits and choices are those of its declared options.
-        pairs: (field, value) pairs, values as text.
-        owner: what the options belong to, for messages, such as `the loss jsd:beta=0.5`.
+    Limits and choices are those of its declared options. `owner`: for messages, such as `the loss jsd:beta=0.5`.
     """
     fields = _option_fields(kind) if dataclasses.is_dataclass(kind) else {}
     return kind(**{key: _parse_value(text, fields[key], f"{key} of {owner}") for key, text in pairs})
@@ -118,13 +105,7 @@ def _parse_value(text: str, field: dataclasses.Field[Any], what: str) -> Any:
 
 
 def parse_number(text: str, kind: type, what: str, example: str, limits: Option | None = None) -> Any:
-    """Return the number that a text contains.
-
-    Args:
-        what: what the number is, for messages, such as `alpha of --teacher-weights`.
-        example: a correct value, for messages.
-        limits: legal numbers; None: all.
-    """
+    """Return the number in a text; `what` (such as `alpha of --teacher-weights`) and `example` are for messages."""
     try:
         value = kind(text)
     except ValueError:

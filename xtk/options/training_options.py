@@ -217,9 +217,6 @@ class StudentModelOptions:
         "Parameters that are not trained, by a part of their name or a regular expression. Repeatable.",
         metavar="PATTERN",
     )
-    resize_vocabulary: bool = option(
-        False, "Add embedding rows for tokens without one, initialized near the mean of the others."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

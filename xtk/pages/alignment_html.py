@@ -39,15 +39,9 @@ def alignment_page(
     order: str,
     request: str = "",
 ) -> str:
-    """Return the page: statistics, then documents span by span.
+    """Return the page: statistics, then documents span by span, up to the size limit of the page.
 
     A token is a `bdi` element; in it, `i` marks an invisible character, and `b` bytes of an incomplete character.
-
-    Args:
-        record: JSON record of the alignment statistics.
-        shown_documents: documents to show, in this order, up to the size limit of the page.
-        order: "first" or "worst", printed on the page.
-        request: fingerprint of the inputs, stored in the head of the page.
     """
     bytes_left, documents = MAX_PAGE_BYTES_SHOWN, []
     for document in shown_documents:
@@ -55,32 +49,19 @@ def alignment_page(
             break
         documents.append(_aligned_document(document, student, teacher, min(bytes_left, MAX_DOCUMENT_BYTES_SHOWN)))
         bytes_left -= documents[-1]["used"]
-    chosen = "worst first" if order == "worst" else "in the order of the data"
-    content = Markup("<section>\n<h2>Statistics</h2>\n{}</section>\n").format(_content(record, documents, chosen))
-    names = [Path(record[side]).name or record[side] for side in ("student", "teacher")]
-    return page(f"{' and '.join(names)}, aligned", content, request)
-
-
-def alignment_sections(
-    record: dict[str, Any], documents: Sequence[AlignedDocument], student: Tokenizer, teacher: Tokenizer
-) -> Markup:
-    """Return alignment statistics and some aligned documents, as HTML for another page."""
-    limit = MAX_DOCUMENT_BYTES_SHOWN // 8
-    return _content(record, [_aligned_document(document, student, teacher, limit) for document in documents], "")
-
-
-def _content(record: dict[str, Any], documents: Sequence[dict[str, Any]], chosen: str) -> Markup:
     fractions = {f"{name} spans": kind["byte_fraction"] for name, kind in record["span_kinds"].items()}
     fractions["in no span"] = record["unaligned_fraction"]
-    return render(
+    content = render(
         "alignment",
         kinds=[(fraction, f"{name} {100 * fraction:.1f} %") for name, fraction in fractions.items()],
-        tables=alignment_tables(record) if chosen else alignment_tables(record)[:2],
+        tables=alignment_tables(record),
         legend=LEGEND.items(),
         documents=documents,
         total=record["documents"],
-        chosen=chosen,
+        chosen="worst first" if order == "worst" else "in the order of the data",
     )
+    names = [Path(record[side]).name or record[side] for side in ("student", "teacher")]
+    return page(f"{' and '.join(names)}, aligned", content, request)
 
 
 def _aligned_document(

@@ -12,14 +12,7 @@ from xtk.pages.svg_curves import MetricCurve, curves_figure
 def draft_page(
     record: dict[str, Any], summary: str, tables: Sequence[tuple[str, list[str], list[list[str]]]], request: str
 ) -> str:
-    """Return the page.
-
-    Args:
-        record: JSON record of the command.
-        summary: one sentence about the measurement.
-        tables: (title, column titles, rows) of each.
-        request: fingerprint of the inputs, stored in the head of the page.
-    """
+    """Return the page."""
     blocks = record["block_sizes"]
     sizes = [block["num_draft_tokens"] for block in blocks]
     lines = {"measured here": [block["speed_up"] for block in blocks]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,10 @@ from markupsafe import Markup
 
 from xtk.evaluation.evaluation_result_files import EvaluationResult, finite_number, result_rows, shorten_names
 from xtk.name_registry import unknown_name_error
-from xtk.pages.completions_html import MAX_PROMPTS, GeneratedSample, evenly_spaced, samples_by_prompt
 from xtk.pages.html_page import page, render
 from xtk.pages.svg_curves import MetricCurve, curves_figure
 
+MAX_SAMPLES = 6  # shown of a run
 CLOCK_METRICS = ("step", "training_seconds", "tokens")  # not drawn as curves
 # Teacher and student on the text of the first step: one value each, in the table of runs.
 FIRST_STEP_METRICS = ("teacher_bits_per_byte", "student_bits_per_byte")
@@ -58,6 +58,11 @@ class ReportedRun:
     held_out: str = ""  # its --eval-data and their content, as text
     best_step: int | None = None  # the step of its weights, if early stopping chose them
 
+    def shown_samples(self) -> list[Mapping[str, Any]]:
+        """Return the first, the last and some samples between them."""
+        places = {round(place * (len(self.samples) - 1) / (MAX_SAMPLES - 1)) for place in range(MAX_SAMPLES)}
+        return [self.samples[place] for place in sorted(places)]
+
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Return (step, value) of a metric."""
         return [(line["step"], line[metric]) for line in self.metrics if finite_number(line.get(metric)) is not None]
@@ -101,20 +106,12 @@ def report_page(
     runs: Sequence[ReportedRun],
     results: Sequence[EvaluationResult],
     baselines: Sequence[str],
-    samples: Sequence[GeneratedSample],
-    sections: Iterable[tuple[str, Markup]],
     request: str,
     teacher_bits: float | None = None,
 ) -> str:
-    """Return the page.
+    """Return the page; runs are compared with the first, and results with those of the models `baselines`.
 
-    Args:
-        runs: the runs; the others are compared with the first.
-        teacher_bits: the teacher's bits per byte on the held-out text of the runs; None: unknown.
-        baselines: names of models in `results` with which the others are compared.
-        samples: completions of several models for the same prompts.
-        sections: titles and contents of further sections.
-        request: fingerprint of the inputs, stored in the head of the page.
+    `teacher_bits`: the teacher's bits per byte on the held-out text of the runs; None: unknown.
     """
     flat = [dict(_flatten_recipe(run.recipe)) for run in runs]
     names = sorted({name for options in flat for name in options})
@@ -128,10 +125,6 @@ def report_page(
         HELD_OUT_BITS=HELD_OUT_BITS,
         curves=_curves(runs, teacher_bits),
         comparisons=[*_last_metrics(runs), *_evaluations(results, baselines)],
-        prompts=samples_by_prompt(samples),
-        MAX_PROMPTS=MAX_PROMPTS,
-        evenly_spaced=evenly_spaced,
-        sections=sections,
         options=[(name, values[name]) for name in [*differing, *(name for name in values if name not in differing)]],
         differing=differing,
         commands=[run.command for run in runs if run.command],

@@ -36,13 +36,7 @@ def curves_figure(
     level: tuple[str, float] | None = None,
     metric: str = "",
 ) -> Markup:
-    """Return one plot with the curves of a metric, as HTML.
-
-    Args:
-        by: name of the horizontal axis.
-        level: name and value of a horizontal line for comparison.
-        metric: its name in files, if that is not the title.
-    """
+    """Return one plot with the curves of a metric, as HTML."""
     shown = [(curve, thin_points(curve.points)) for curve in curves]
     low_x, high_x = _scale(x for _, points in shown for x, _ in points)
     levels = [] if level is None else [level[1]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,25 +28,9 @@ FIGURES = (
 
 
 def cache_page(record: dict[str, Any], cache: TeacherCache, positions: PositionStatistics, request: str = "") -> str:
-    """Return the page.
-
-    Args:
-        record: JSON record of `xtk inspect`.
-        cache: the cache, whose first documents are shown.
-        positions: sampled positions, for the histograms.
-        request: fingerprint of the inputs, stored in the head of the page.
-    """
-    tokenizer = cache.teacher_tokenizer
-    rows = [cache.read_document(number) for number in range(min(MAX_DOCUMENTS, len(cache)))]
-    content = cache_sections(record, positions, [_scored_document(row, tokenizer) for row in rows])
-    return page(f"{record['path']}, a teacher cache", content, request)
-
-
-def cache_sections(
-    record: dict[str, Any], positions: PositionStatistics, documents: Sequence[dict[str, Any]] = ()
-) -> Markup:
-    """Return statistics of a cache as HTML: a table, sizes and histograms; then documents. Arguments: `cache_page`."""
+    """Return the page: a table of statistics, sizes and histograms; then documents."""
     header, statistics = record["header"], record["statistics"]
+    rows = [cache.read_document(number) for number in range(min(MAX_DOCUMENTS, len(cache)))]
     facts = {
         "teacher": header["teacher"]["name"],
         "support": ", ".join(f"{name} {value}" for name, value in header["options"].items() if name in SUPPORT_OPTIONS),
@@ -63,7 +46,7 @@ def cache_sections(
     ]
     if positions.num_sampled_ids.any():
         histograms.append(_histogram("Sampled tokens", positions.num_sampled_ids, "tokens per position"))
-    return render(
+    content = render(
         "cache",
         facts={name: f"{value:,}" if isinstance(value, int) else value for name, value in facts.items()},
         sizes=[
@@ -72,10 +55,11 @@ def cache_sections(
         ],
         sampled=f"{len(positions.entropy):,} positions of {statistics['sampled_documents']:,} documents",
         histograms=histograms,
-        documents=documents,
+        documents=[_scored_document(row, cache.teacher_tokenizer) for row in rows],
         width=PLOT_WIDTH,
         height=PLOT_HEIGHT,
     )
+    return page(f"{record['path']}, a teacher cache", content, request)
 
 
 def _histogram(title: str, values: NDArray[Any], unit: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from xtk import terminal
@@ -29,43 +28,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-@dataclass(frozen=True)
-class Machines:
-    """The machines of a run, each with the same number of processes.
-
-    Attributes:
-        count: number of machines.
-        rank: index of this machine.
-        address: address of machine 0, reachable from all machines.
-        port: port on machine 0; 0: any free port (one machine only).
-    """
-
-    count: int = 1
-    rank: int = 0
-    address: str = ""
-    port: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.count:
-            raise XtkError(
-                f"--machine-rank is {self.rank}, but must be at least 0 and less than --num-machines {self.count}",
-                hint="with two machines, use --machine-rank 0 on the first and --machine-rank 1 on the second",
-            )
-        if self.count > 1 and not (self.address and self.port):
-            raise XtkError(
-                f"--num-machines {self.count} needs --main-process-ip and --main-process-port",
-                hint="add --main-process-ip ADDRESS --main-process-port 29500 of machine 0, the same on all machines",
-            )
-
-    def arguments(self) -> list[str]:
-        """Return the arguments for torch's launcher (torchrun)."""
-        if self.count == 1:
-            return ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-        return ["--nnodes", str(self.count), "--node-rank", str(self.rank), "--master-addr", self.address,
-                "--master-port", str(self.port)]  # fmt: skip
-
-
-def launch(processes: int, arguments: list[str], machines: Machines) -> None:
+def launch(processes: int, arguments: list[str]) -> None:
     """Run `xtk` with the same arguments in several processes on this machine; exit with their exit code.
 
     torch's agent runs in this process, because only its caller gets the workers' exit codes and signals.
@@ -84,7 +47,7 @@ def launch(processes: int, arguments: list[str], machines: Machines) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     # Without it a second launch on one machine finds keys of the first (docs/explanation/decisions.md).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    command = ["--nproc-per-node", str(processes), *machines.arguments()]
+    command = ["--nproc-per-node", str(processes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
     if sys.platform == "linux":
         handled = without_ignored((signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))

@@ -72,15 +72,10 @@ def decoder_layers(model: Any) -> Iterator[nn.Module]:
 
 
 def apply_fsdp(student: nn.Module, model: Any, mesh: Any, *, bf16: bool, cpu_offload: bool) -> None:
-    """Shard the weights of a model over processes, layer by layer (FSDP2).
+    """Shard the weights of a model over processes, layer by layer (FSDP2); gradients are averaged in fp32.
 
-    Gradients are averaged over the mesh, in fp32.
-
-    Args:
-        student: the module whose forward pass is called; its parameters outside of layers form one FSDP unit.
-        mesh: a device mesh of one dimension, or of replicas and shards.
-        bf16: compute in bf16; the sharded weights stay in fp32.
-        cpu_offload: keep weights and optimizer state in CPU memory.
+    `student`: the module whose forward pass is called; its parameters outside of layers form one FSDP unit. `bf16`:
+    compute in bf16; the sharded weights stay in fp32.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 

@@ -63,8 +63,7 @@ class StopListener:
     def reason(self, *, by_signals: bool = False) -> str:
         """Return why all processes stop now, "" if they continue (collective).
 
-        Args:
-            by_signals: ignore the time limit, which is checked only after a step so that each start makes progress.
+        `by_signals`: ignore the time limit, which is checked only after a step so that each start makes progress.
         """
         time_is_up = not by_signals and time.monotonic() >= self._deadline
         here = self._signal or (TIME_IS_UP if time_is_up else NO_STOP)

@@ -27,21 +27,13 @@ DIMENSIONS = {"dp": "data parallel", "fsdp": "FSDP", "cp": "context parallel", "
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Number of processes in each parallel dimension.
+    """Number of processes in each parallel dimension."""
 
-    Attributes:
-        dp: data parallel: replicas, each with different documents.
-        fsdp: fully sharded data parallel: processes that shard the weights, each with different documents.
-        cp: context parallel: processes that split each sequence.
-        tp: tensor parallel: processes that split each weight matrix and the output head's vocabulary.
-        mesh: torch's device mesh of these dimensions; None for one process, and before `with_mesh`.
-    """
-
-    dp: int = 1
-    fsdp: int = 1
-    cp: int = 1
-    tp: int = 1
-    mesh: Any = None
+    dp: int = 1  # data parallel: replicas, each with different documents
+    fsdp: int = 1  # fully sharded data parallel: processes that shard the weights, each with different documents
+    cp: int = 1  # context parallel: processes that split each sequence
+    tp: int = 1  # tensor parallel: processes that split each weight matrix and the output head's vocabulary
+    mesh: Any = None  # torch's device mesh of these dimensions; None for one process, and before `with_mesh`
 
     @property
     def num_processes(self) -> int:
@@ -107,11 +99,7 @@ class ParallelConfig:
         return there.tolist()
 
     def with_mesh(self, device: torch.device, timeout: timedelta | None = None) -> ParallelConfig:
-        """Return the same layout with a device mesh (collective).
-
-        Args:
-            timeout: of collectives in all groups of processes; None: torch's.
-        """
+        """Return the same layout with a device mesh (collective); `timeout` of its collectives, None: torch's."""
         if self.num_processes == 1:
             return self
         names = tuple(DIMENSIONS)
@@ -138,12 +126,7 @@ _SIZE = Option("number of processes", min=1)
 
 
 def parse_parallel(text: str, num_processes: int) -> ParallelConfig:
-    """Return the layout of a --parallel value such as `fsdp=2,tp=2`; other dimensions are 1, `dp` takes the rest.
-
-    Args:
-        text: value of `--parallel`; "": data parallel only.
-        num_processes: number of processes of the run.
-    """
+    """Return the layout of a --parallel value such as `fsdp=2,tp=2`; other dimensions are 1, `dp` takes the rest."""
     where = f"--parallel {text}"
     sizes = {
         name: parse_number(value, int, f"{name} of {where}", f"for example {name}=2", _SIZE)
@@ -172,11 +155,7 @@ def num_training_gpus(num_processes: int) -> int:
 
 
 def parse_devices(text: str, num_own: int = 0) -> dict[str, tuple[int, ...]]:
-    """Return the GPUs of each role in a --devices value such as `rollout=2+3,teacher=1`; (): those of the student.
-
-    Args:
-        num_own: of `num_training_gpus`.
-    """
+    """Return the GPUs of each role in a --devices value such as `rollout=2+3,teacher=1`; (): those of the student."""
     devices: dict[str, tuple[int, ...]] = dict.fromkeys(DEVICE_ROLES, ())
     where = f"--devices {text}"
     for role, value in parse_pairs(text, where, DEVICE_ROLES, noun="role of --devices"):

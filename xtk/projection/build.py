@@ -24,7 +24,6 @@ METHODS = {
     "multitoken": "xtk.projection.methods.multitoken:MultitokenMethod",
     "partition": "xtk.projection.methods.byte_partition:PartitionMethod",
     "cooccurrence": "xtk.projection.methods.cooccurrence:CooccurrenceMethod",
-    "embedding": "xtk.projection.methods.embedding_similarity:EmbeddingSimilarityMethod",
 }
 
 # Increased when the same request gives other numbers, so that older projections are not reused.
@@ -32,13 +31,9 @@ ALGORITHM_VERSION = 6
 
 
 class ProjectionMethod(Protocol):
-    """A method that builds the entries of ordinary tokens. A dataclass; its fields are its options.
+    """A method that builds the entries of ordinary tokens. A dataclass; its fields are its options."""
 
-    Attributes:
-        stores_cells: whether the projection also stores the cells of both vocabularies.
-    """
-
-    stores_cells: bool
+    stores_cells: bool  # whether the projection also stores the cells of both vocabularies
 
     def build_entries(self, pair: VocabularyPair) -> SparseEntries:
         """Return the entries of all ordinary tokens, including those of equal bytes."""
@@ -52,20 +47,13 @@ def build_projection(
     special_tokens: SpecialTokenMatching = MATCH_BY_ROLE,
     **options: Any,
 ) -> SparseProjection:
-    """Return the projection of two tokenizers.
+    """Return the projection [V, U] of two tokenizers, with the request and the audit in its header.
 
     Tokens of equal bytes get one entry of weight 1 (except with `cooccurrence`); special tokens are matched by role,
     then by name. The method decides about the others: `exact` leaves their rows empty, `first-token` puts all weight on
     the first token of their teacher tokenization, `multitoken` distributes it over up to four, `partition` is
-    `first-token` with the partition of both vocabularies, `cooccurrence` counts in a corpus, `embedding` compares the
-    models' embeddings.
-
-    Args:
-        special_tokens: "role", "none" or a table {student token: teacher token}.
-
-    Returns:
-        [V, U] in compressed sparse rows. Every entry of an ordinary token shares bytes with it, except with
-        `embedding`. The header has the request and the audit.
+    `first-token` with the partition of both vocabularies, `cooccurrence` counts in a corpus. Every entry of an ordinary
+    token shares bytes with it. `special_tokens`: "role", "none" or a table {student token: teacher token}.
     """
     made = make_method(method, options)
     pair = VocabularyPair(student, teacher)

@@ -26,19 +26,16 @@ def count_first_token_pairs(
     """Count, for each span of documents, the pair of its first student token and its first teacher token.
 
     Tokens without bytes in the text (an added prefix) are skipped. A pair counts only if the bytes of both tokens are
-    those of the text from the start of the span on: then one is a prefix of the other.
+    those of the text from the start of the span on: then one is a prefix of the other. Returns the new number of used
+    slots.
 
     Args:
         keys: int64 [2^k], an open-addressing hash table of `student token * width + teacher token`, EMPTY_SLOT if free.
         counts: int64 [2^k], count of each key.
         num_used: number of used slots; at least as many slots as spans must be free.
         width: larger than every teacher token id.
-        texts: uint8, the concatenated bytes of D documents, and int64 [D+1], where each begins.
-        spans: int32 [C, 4], and int64 [D+1], where those of each document begin.
+        texts: uint8, the concatenated bytes of D documents, and int64 [D+1], where each begins; `spans` likewise.
         student: int32, its tokens; int32, their byte ends; and int64 [D+1].
-
-    Returns:
-        The new number of used slots.
     """
     mask = len(keys) - 1
     for document in range(len(texts[1]) - 1):

@@ -20,7 +20,7 @@ from xtk.projection.vocabulary_pair import VocabularyPair
 CRITICAL_FRACTION = 0.5
 MIN_CRITICAL_TOKENS = 20
 
-# The fields of a category that depend on the two vocabularies only: they stay valid after pruning and merging.
+# The fields of a category that depend on the two vocabularies only: they stay valid after pruning.
 VOCABULARY_KEYS = ("student_tokens", "unmatched_student_tokens", "teacher_tokens", "unmatched_teacher_tokens")
 
 
@@ -30,19 +30,13 @@ def audit_projection(
     student_special_ids: NDArray[np.int32],
     teacher_special_ids: NDArray[np.int32],
 ) -> dict[str, Any]:
-    """Return the coverage audit of a projection, from the tokens of both sides.
+    """Return the coverage audit of a projection; the special ids are those with a counterpart, int32 [n] each.
 
-    Args:
-        student_special_ids: int32 [n], the student's special tokens that have a counterpart.
-        teacher_special_ids: int32 [n], their counterparts.
-
-    Returns:
-        `rows` by kind: exact (one entry of weight 1, with equal bytes), special (matched special tokens), composed
-            (mapped to other tokens), unmapped (no entry), padding (rows without a token). `unmapped_mass`, the mean
-            over the student's tokens. `unreachable_teacher_tokens`, teacher tokens in no row. `categories`: the same
-            for each category, and the tokens of both sides without a token of equal bytes on the other side, which a
-            1:1 partition cannot match. The last key lists the categories where such a partition fails (see
-            `critical_categories`).
+    `rows` by kind: exact (one entry of weight 1, with equal bytes), special (matched special tokens), composed (mapped
+    to other tokens), unmapped (no entry), padding (rows without a token). `unmapped_mass`, the mean over the student's
+    tokens. `unreachable_teacher_tokens`, teacher tokens in no row. `categories`: the same for each category, and the
+    tokens of both sides without a token of equal bytes on the other side, which a 1:1 partition cannot match. The last
+    key lists the categories where such a partition fails (see `critical_categories`).
     """
     students, teachers = len(pair.student), len(pair.teacher)
     masses, sizes = projection.row_masses[:students], np.diff(projection.row_offsets)[:students]
@@ -73,11 +67,10 @@ def audit_projection(
 
 
 def refresh_audit(projection: SparseProjection) -> dict[str, Any]:
-    """Return the part of the audit that needs no tokenizers, for a pruned or merged projection.
+    """Return the part of the audit of a pruned projection that needs no tokenizers.
 
-    Unmapped mass, unmapped and padding rows and unreachable tokens are counted again. The number of exact rows, and the
-    unmapped mass of each category, need both vocabularies and are left out. Fields that depend on the vocabularies only
-    (token counts, unmatched tokens, critical categories) are copied.
+    The number of exact rows, and the unmapped mass of each category, need both vocabularies and are left out. Fields
+    that depend on the vocabularies only are copied.
     """
     earlier = projection.header.get("audit", {})
     students = projection.student_tokens

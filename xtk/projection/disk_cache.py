@@ -43,15 +43,12 @@ def cached_projection(
     special_tokens: SpecialTokenMatching = MATCH_BY_ROLE,
     **options: Any,
 ) -> SparseProjection:
-    """Return the projection of a tokenizer pair, built once and cached.
+    """Return the projection of a tokenizer pair, built once and cached, for a method that needs only the tokenizers.
 
-    The files are in `projections` of `XTK_CACHE`, else of `~/.cache/xtk`, named by a hash of everything that the
-    projection depends on; a corrupt file is built again. Several processes may write at the same time: each writes
-    the same bytes to a separate temporary file and renames it. If the folder cannot be used, nothing is cached.
-
-    Args:
-        method: a method that needs only the tokenizers: not `cooccurrence`, not `embedding`.
-        top_k: prune to this many entries per row. None: keep all.
+    The files are in `projections` of `user_cache_folder`, named by a hash of everything that the
+    projection depends on; a corrupt file is built again. Several processes may write at the same time: each writes the
+    same bytes to a separate temporary file and renames it. If the folder cannot be used, nothing is cached. `top_k`:
+    prune to this many entries per row.
     """
     path = cached_projection_path(student, teacher, method, top_k=top_k, special_tokens=special_tokens, **options)
     projection = None if path is None else _read_valid_projection(path)

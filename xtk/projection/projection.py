@@ -29,37 +29,25 @@ PAIR_MIN_WEIGHT = 0.6
 
 
 class TokenPairs(NamedTuple):
-    """1:1 pairs of student and teacher tokens.
+    """1:1 pairs of student and teacher tokens."""
 
-    Attributes:
-        student_of_teacher: int32 [U], the student token paired with each teacher token; -1: none.
-        paired_students: int32 [n], ascending, the student tokens in pairs, and those that count as one of them.
-    """
-
-    student_of_teacher: NDArray[np.int32]
-    paired_students: VocabularyArray
+    student_of_teacher: NDArray[np.int32]  # [U], the student token paired with each teacher token; -1: none
+    paired_students: VocabularyArray  # int32 [n], ascending: student tokens in pairs, or that count as one of them
 
 
 @dataclass(frozen=True)
 class ProjectionColumns:
-    """W in columns: for each teacher token, the student tokens mapped to it and their weights.
+    """W in columns: for each teacher token, the student tokens mapped to it and their weights."""
 
-    Attributes:
-        offsets: int64 [U+1], the entries of teacher token u are `offsets[u]:offsets[u + 1]`.
-        student_ids: int32 [nnz].
-        log_weights: float32 [nnz], natural logarithms.
-        byte_fallback_ids: int32, the student's byte-fallback tokens, such as "<0x61>". Where the vocabulary also has an
-            ordinary token with these bytes, the tokenizer never emits them.
-        stop_ids: int32, the student's stop tokens, of which only the first is mapped and stands for all.
-        num_merged: number of the teacher's stop tokens that are counted as another one, and so are never listed.
-    """
-
-    offsets: NDArray[np.int64]
-    student_ids: NDArray[np.int32]
-    log_weights: NDArray[np.float32]
+    offsets: NDArray[np.int64]  # [U+1], the entries of teacher token u are `offsets[u]:offsets[u + 1]`
+    student_ids: NDArray[np.int32]  # [nnz]
+    log_weights: NDArray[np.float32]  # [nnz], natural logarithms
+    # int32, the student's byte-fallback tokens, such as "<0x61>". Where the vocabulary also has an ordinary token with
+    # these bytes, the tokenizer never emits them.
     byte_fallback_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    # int32, the student's stop tokens, of which only the first is mapped and stands for all.
     stop_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    num_merged: int = 0
+    num_merged: int = 0  # number of the teacher's stop tokens that are counted as another one, and so are never listed
 
     @property
     def width(self) -> int:
@@ -140,24 +128,15 @@ class ProjectionColumns:
 
 @dataclass(frozen=True)
 class SparseProjection:
-    """W in compressed sparse rows. Row v maps the probability of student token v to teacher tokens.
+    """W in compressed sparse rows. Row v maps the probability of student token v to teacher tokens."""
 
-    Attributes:
-        row_offsets: int64 [V+1].
-        teacher_ids: int32 [nnz], ascending within a row.
-        weights: float32 [nnz], in (0, 1]; a row sums to at most 1, the difference to 1 is mass without a counterpart in
-            the teacher's vocabulary.
-        student_cells: int32 [V], the cell of each student token in the partition of both vocabularies; -1: none.
-        teacher_cells: int32 [U], likewise.
-        header: method, options, and identity of both tokenizers.
-    """
-
-    row_offsets: NDArray[np.int64]
-    teacher_ids: NDArray[np.int32]
+    row_offsets: NDArray[np.int64]  # [V+1]
+    teacher_ids: NDArray[np.int32]  # [nnz], ascending within a row
+    # [nnz], in (0, 1]; a row sums to at most 1; the rest is mass without a counterpart in the teacher's vocabulary.
     weights: NDArray[np.float32]
-    student_cells: NDArray[np.int32]
-    teacher_cells: NDArray[np.int32]
-    header: Mapping[str, Any] = field(default_factory=dict)
+    student_cells: NDArray[np.int32]  # [V], cell of each student token in the partition of both vocabularies; -1: none
+    teacher_cells: NDArray[np.int32]  # [U], likewise
+    header: Mapping[str, Any] = field(default_factory=dict)  # method, options, and identity of both tokenizers
 
     @property
     def student_width(self) -> int:

@@ -20,20 +20,15 @@ def prune_projection(
     mass: float = 1.0,
     renormalize: bool = False,
 ) -> SparseProjection:
-    """Return a projection with only the largest weights of each row.
+    """Return a projection with only the largest weights of each row; the same pruning again changes nothing.
 
     An entry is kept if it passes all limits, each applied to the row before pruning. Pruning with the options of the
     header's last entry changes nothing; otherwise a repeated `mass` would prune forever.
 
     Args:
-        projection: the projection; not modified.
         top_k: maximum entries per row; among equal weights the lower teacher id is kept. None: no limit.
         mass: keeps the largest weights that together have this fraction of the row's mass. 1: all.
-        renormalize: scale the remaining weights to the row's original mass. Otherwise the mass is lost, as the audit
-            shows.
-
-    Returns:
-        A new projection; the same pruning again changes nothing.
+        renormalize: scale the remaining weights to the row's mass, which is lost otherwise, as the audit shows.
     """
     if top_k is not None and top_k < 1:
         raise XtkError(f"--top-k is {top_k}, but must be at least 1", hint="use, for example, --top-k 4")

@@ -32,19 +32,13 @@ def match_special_tokens(
     *,
     repeats_roles: bool = False,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return pairs of special tokens, each student token with at most one teacher token.
+    """Return int32 [n] and int32 [n], pairs of special tokens, each student token with at most one teacher token.
 
     By role: eos, bos, unk and pad of both configurations; a teacher token with several of these roles (GPT-2's only
     special token) has the first. Then the end-of-turn token, if each side has exactly one of END_OF_TURN_TOKENS; then
     the first special token of each side that ends reasoning, and that starts a tool call; then equal names. Earlier
-    matches win.
-
-    Args:
-        matching: "role", "none", or a table {student token: teacher token} without other matches.
-        repeats_roles: match a teacher token with several roles with the student's token of each.
-
-    Returns:
-        int32 [n] and int32 [n], student ids and teacher ids.
+    matches win. `matching`: "role", "none", or a table {student token: teacher token} without other matches.
+    `repeats_roles`: match a teacher token with several roles with the student's token of each.
     """
     if isinstance(matching, str):
         if matching not in (MATCH_BY_ROLE, NO_MATCHING):

@@ -12,16 +12,11 @@ from numpy.typing import NDArray
 
 
 class VocabularyArray:
-    """An array that follows from two vocabularies alone; it travels once to a process and once to a device.
-
-    Attributes:
-        values: the array, which must not change.
-        copies: its copies by device, for `vocabulary_tensor`, and other tensors that follow from it.
-    """
+    """An array that follows from two vocabularies alone; it travels once to a process and once to a device."""
 
     def __init__(self, values: NDArray[Any]) -> None:
-        self.values = values
-        self.copies: dict[Any, Any] = {}
+        self.values = values  # the array, which must not change
+        self.copies: dict[Any, Any] = {}  # by device, for `vocabulary_tensor`, and other tensors that follow from it
 
     def __len__(self) -> int:
         return len(self.values)

@@ -22,40 +22,25 @@ ALGORITHM_VERSION = 6
 
 
 class SortedVocabulary(NamedTuple):
-    """A vocabulary sorted by the tokens' bytes, so that tokens with a common prefix are adjacent.
+    """A vocabulary sorted by the tokens' bytes, so that tokens with a common prefix are adjacent."""
 
-    Attributes:
-        token_ids: int32 [n], the tokens with bytes, sorted by bytes; of equal ones, byte fallback last, then by id.
-        sorted_indices: int32 [V], the index of each token in `token_ids`; -1: it has no bytes.
-        token_bytes: uint8, the concatenated bytes, in sorted order.
-        byte_offsets: int64 [n+1], the bytes of `token_ids[i]` are `token_bytes[byte_offsets[i]:byte_offsets[i + 1]]`.
-        token_cells: int32 [V], the cell of each token; -1: none.
-        suffix_cells: int32 [len(token_bytes)], at `byte_offsets[i] + k` the cell of `token_ids[i]` without its first k
-            bytes; -1: the other side cannot tokenize this suffix.
-    """
-
-    token_ids: NDArray[np.int32]
-    sorted_indices: NDArray[np.int32]
-    token_bytes: NDArray[np.uint8]
-    byte_offsets: NDArray[np.int64]
-    token_cells: NDArray[np.int32]
+    token_ids: NDArray[np.int32]  # [n], tokens with bytes, sorted by them; of equal ones byte fallback last, then by id
+    sorted_indices: NDArray[np.int32]  # [V], the index of each token in `token_ids`; -1: it has no bytes
+    token_bytes: NDArray[np.uint8]  # uint8, the concatenated bytes, in sorted order
+    byte_offsets: NDArray[np.int64]  # [n+1], bytes of token i: `token_bytes[byte_offsets[i]:byte_offsets[i + 1]]`
+    token_cells: NDArray[np.int32]  # [V], the cell of each token; -1: none
+    # [len(token_bytes)], at `byte_offsets[i] + k` the cell of token i without k bytes; -1: no tokenization.
     suffix_cells: NDArray[np.int32]
 
 
 class PrefixContinuations(NamedTuple):
-    """The tokens of a vocabulary by their prefixes, and for each prefix sorted by the cell of the suffix.
+    """The tokens of a vocabulary by their prefixes, and for each prefix sorted by the cell of the suffix."""
 
-    Attributes:
-        offsets: int64 [len(token_bytes) + 2]: consider a prefix of k bytes, and the first token `low` in sorted order
-            that starts with it (or equals it). The entries of longer tokens with this prefix begin at
-            `offsets[byte_offsets[low] + k]`, and end where the next ones begin. The empty prefix is at 0.
-        cells: int32 [len(token_bytes)], ascending within a prefix.
-        sorted_indices: int32 [len(token_bytes)], ascending within a prefix and cell.
-    """
-
+    # [len(token_bytes) + 2]: entries of tokens longer than a prefix of k bytes, whose first token in sorted order is
+    # `low`, begin at `offsets[byte_offsets[low] + k]` and end where the next ones begin; the empty prefix is at 0.
     offsets: NDArray[np.int64]
-    cells: NDArray[np.int32]
-    sorted_indices: NDArray[np.int32]
+    cells: NDArray[np.int32]  # [len(token_bytes)], ascending within a prefix
+    sorted_indices: NDArray[np.int32]  # [len(token_bytes)], ascending within a prefix and cell
 
 
 class LongestPrefixes(NamedTuple):
@@ -64,41 +49,27 @@ class LongestPrefixes(NamedTuple):
     A cell is a student token, or the student's special tokens of one role. Student tokens with equal bytes are in one
     cell. If the teacher has several with these bytes too, they are matched one to one: ordinary tokens before byte
     fallback, then in the order of their ids.
-
-    Attributes:
-        teacher: the teacher's vocabulary, whose cells are those of these student tokens; -1: there is none.
-        student_cells: int32 [V], the cell of each student token; -1: none.
-        cell_token_offsets: int32 [cells + 1].
-        cell_tokens: int32, the student's tokens of cell c are
-            `cell_tokens[cell_token_offsets[c]:cell_token_offsets[c + 1]]`.
-        event_heads: int32 [U], for each teacher token that no student token equals, the index in byte order of the
-            shortest such token that it begins with, itself or another one; -1 for all others.
     """
 
-    teacher: SortedVocabulary
-    student_cells: NDArray[np.int32]
-    cell_token_offsets: NDArray[np.int32]
+    teacher: SortedVocabulary  # the teacher's vocabulary, with cells of these student tokens; -1: there is none
+    student_cells: NDArray[np.int32]  # [V], the cell of each student token; -1: none
+    cell_token_offsets: NDArray[np.int32]  # [cells + 1]
+    # int32, the student's tokens of cell c are `cell_tokens[cell_token_offsets[c]:cell_token_offsets[c + 1]]`.
     cell_tokens: NDArray[np.int32]
+    # [U], for each teacher token that no student token equals, the index in byte order of the shortest such token that
+    # it begins with, itself or another one; -1 for all others.
     event_heads: NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class BytePartition:
-    """The partition of two vocabularies, with indices for the tokens after a given byte prefix.
+    """The partition of two vocabularies, with indices for the tokens after a given byte prefix."""
 
-    Attributes:
-        student: the student's vocabulary.
-        teacher: the teacher's vocabulary.
-        continuations: the student's tokens by prefix.
-        cell_token_offsets: int32 [cells + 1].
-        cell_tokens: int32, the student's tokens of cell c are
-            `cell_tokens[cell_token_offsets[c]:cell_token_offsets[c + 1]]`.
-    """
-
-    student: SortedVocabulary
-    teacher: SortedVocabulary
-    continuations: PrefixContinuations
-    cell_token_offsets: NDArray[np.int32]
+    student: SortedVocabulary  # the student's vocabulary
+    teacher: SortedVocabulary  # the teacher's vocabulary
+    continuations: PrefixContinuations  # the student's tokens by prefix
+    cell_token_offsets: NDArray[np.int32]  # [cells + 1]
+    # int32, the student's tokens of cell c are `cell_tokens[cell_token_offsets[c]:cell_token_offsets[c + 1]]`.
     cell_tokens: NDArray[np.int32]
 
     @classmethod
@@ -207,8 +178,7 @@ def find_longest_prefixes(student: SortedVocabulary, teacher: SortedVocabulary) 
 def _find_event_heads(side: SortedVocabulary, is_equal: NDArray[np.bool_]) -> NDArray[np.int32]:
     """Return int32 [n], in byte order, the shortest token without an equal one that each such token begins with.
 
-    Args:
-        is_equal: bool [n], whether the other vocabulary has an equal token; -1 is returned for these.
+    `is_equal`: bool [n], whether the other vocabulary has an equal token; -1 is returned for these.
     """
     heads = np.full(len(is_equal), -1, np.int32)
     head = -1  # the last one that was found: tokens that begin with it follow it
@@ -248,8 +218,7 @@ def _count_equal_before(side: SortedVocabulary) -> NDArray[np.int32]:
 def _find_longest_tokens(student: SortedVocabulary, teacher: SortedVocabulary, longest: NDArray[np.int32]) -> None:
     """Write at `byte_offsets[i] + k` the longest student token that token i without its first k bytes begins with.
 
-    Args:
-        longest: output, [teacher's bytes], first index in byte order of a token with these bytes; -1: there is none.
+    `longest`: [teacher's bytes], first index in byte order of a token with these bytes; -1: there is none.
     """
     token_bytes, offsets, read = student.token_bytes, student.byte_offsets, teacher.token_bytes
     for token in range(len(teacher.token_ids)):
@@ -299,9 +268,7 @@ def sort_continuations(vocabulary: SortedVocabulary, num_cells: int) -> PrefixCo
 def _number_prefixes(side: SortedVocabulary, lows: NDArray[np.int64], beginnings: NDArray[np.int64]) -> None:
     """Write at `byte_offsets[i] + k` the number of the k-byte prefix of token i: `byte_offsets[low] + k`.
 
-    Args:
-        lows: [longest + 1], scratch memory: the first token with each prefix length of the current token.
-        beginnings: output, [len(token_bytes)].
+    `lows`: [longest + 1], scratch memory: the first token with each prefix length of the current token.
     """
     for rank in range(len(side.token_ids)):
         start, stop = side.byte_offsets[rank], side.byte_offsets[rank + 1]
@@ -321,12 +288,9 @@ def _number_prefixes(side: SortedVocabulary, lows: NDArray[np.int64], beginnings
 def build_byte_partition(
     student: Tokenizer, teacher: Tokenizer, special_tokens: SpecialTokenMatching = MATCH_BY_ROLE
 ) -> BytePartition:
-    """Return the partition of two tokenizers' vocabularies, with the cells of all tokens and all their suffixes.
+    """Return the partition of two tokenizers' vocabularies; `special_tokens` as in `build_projection`.
 
     A suffix is in the cell of the first token of its tokenization by the other side.
-
-    Args:
-        special_tokens: how special tokens are matched, as in `build_projection`.
     """
     pair = VocabularyPair(student, teacher)
     student_cells, teacher_cells = partition_vocabularies(pair, *match_special_tokens(student, teacher, special_tokens))
@@ -360,11 +324,8 @@ def sort_vocabulary(
 ) -> SortedVocabulary:
     """Return a vocabulary sorted by bytes; of tokens with the same bytes, ordinary ones come before byte fallback.
 
-    Args:
-        bytes_by_id: the bytes of each token; b"" for special tokens. Ids above are padding.
-        token_cells: int32 [V].
-        find_cells: returns the cells of suffixes, -1 for none.
-        byte_fallback_mask: [tokens], byte-fallback tokens; empty: there are none.
+    `bytes_by_id`: b"" for special tokens; ids above are padding. `find_cells`: returns the cells of suffixes, -1 for
+    none. `byte_fallback_mask`: [tokens]; empty: there are none.
     """
     is_fallback = list(byte_fallback_mask) or [False] * len(bytes_by_id)
     order = sorted(

@@ -14,31 +14,19 @@ from xtk.text.tokenizer import Tokenizer
 
 
 class SparseEntries(NamedTuple):
-    """Entries of a sparse matrix in any order; duplicate entries are added.
+    """Entries of a sparse matrix in any order; duplicate entries are added."""
 
-    Attributes:
-        rows: int32 [n], student tokens.
-        columns: int32 [n], teacher tokens.
-        weights: [n], float32, or float64 if duplicates are added.
-    """
-
-    rows: NDArray[np.int32]
-    columns: NDArray[np.int32]
-    weights: NDArray[np.floating[Any]]
+    rows: NDArray[np.int32]  # [n], student tokens
+    columns: NDArray[np.int32]  # [n], teacher tokens
+    weights: NDArray[np.floating[Any]]  # [n], float32, or float64 if duplicates are added
 
 
 class TokenSpellings(NamedTuple):
-    """Tokens that the other side does not have, in its tokens; those that it cannot tokenize are left out.
+    """Tokens that the other side does not have, in its tokens; those that it cannot tokenize are left out."""
 
-    Attributes:
-        token_ids: int32 [n], ascending.
-        spelling_ids: int32 [m], the concatenated spellings.
-        offsets: int64 [n+1], the spelling of `token_ids[i]` is `spelling_ids[offsets[i]:offsets[i + 1]]`, never empty.
-    """
-
-    token_ids: NDArray[np.int32]
-    spelling_ids: NDArray[np.int32]
-    offsets: NDArray[np.int64]
+    token_ids: NDArray[np.int32]  # [n], ascending
+    spelling_ids: NDArray[np.int32]  # [m], the concatenated spellings
+    offsets: NDArray[np.int64]  # [n+1], spelling of token i: `spelling_ids[offsets[i]:offsets[i + 1]]`, never empty
 
     @property
     def first_ids(self) -> NDArray[np.int32]:
@@ -52,12 +40,7 @@ class TokenSpellings(NamedTuple):
 
 
 class VocabularyPair:
-    """The vocabularies of a student and a teacher.
-
-    Args:
-        student: its tokens are the rows of W.
-        teacher: its tokens are the columns of W.
-    """
+    """The vocabularies of a student, whose tokens are the rows of W, and a teacher, whose tokens are the columns."""
 
     def __init__(self, student: Tokenizer, teacher: Tokenizer) -> None:
         self.student, self.teacher = student, teacher

@@ -1,1 +1,1 @@
-"""A finished student for the world: model folders, GGUF and the Hugging Face hub."""
+"""A finished student for the world: model folders and the Hugging Face hub."""

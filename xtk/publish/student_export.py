@@ -1,11 +1,9 @@
-"""Export of a run or checkpoint as a model folder for transformers, vLLM, llama.cpp (GGUF) and the Hugging Face Hub."""
+"""Export of a run or checkpoint as a model folder for transformers, vLLM and the Hugging Face Hub."""
 
 from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +16,10 @@ from xtk import terminal
 from xtk.errors import CorruptError, MismatchError, XtkError
 from xtk.evaluation.evaluation_result_files import EvaluationResult, add_evaluation_table, read_results
 from xtk.files.atomic_files import (
-    read_json,
     set_default_permissions,
     sha256,
 )
-from xtk.files.output import Output, OutputKind, write_output_folder
+from xtk.files.output import Output, write_output_folder
 from xtk.files.run_names import CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.models.causal_lm import DTYPES, load_causal_lm
 from xtk.models.resolver import ModelRef, base_model_and_adapter, weights_fingerprint
@@ -41,8 +38,8 @@ from xtk.runs.folder import (
     ROLLOUTS_FILE,
     RUN_MANIFEST,
     TRAINER_FOLDER,
-    check_listed_files,
     fsync_and_hash,
+    model_folder_kind,
     read_recipe,
     read_run_manifest,
     run_fingerprint,
@@ -55,11 +52,9 @@ from xtk.runs.sharded_state import ShardedStateReader
 from xtk.text.tokenizer import Tokenizer
 
 EXPORT_KIND = "exported-student"
-GGUF_FILE = "model.gguf"
 KEPT_MANIFEST_KEYS = ("steps", "recipe", "metrics", "best")  # copied from the run's `xtk.json`
 # Files of a finished run that an export leaves out or rewrites.
 RUN_ONLY_FILES = (RECIPE_FILE, METRICS_FILE, ROLLOUTS_FILE, CARD_FILE)
-GGUF_CONVERTER = "convert_hf_to_gguf.py"
 _SIZE = re.compile(r"([1-9]\d*(?:\.\d+)?)([KMGT]?)(i?)B", re.IGNORECASE)
 
 
@@ -72,15 +67,11 @@ class ExportConfig:
     dtype: str = ""  # dtype of the written weights; "": the dtype of training
     max_shard_size: str = "5GB"  # maximum size of a weights file, as in Hugging Face: 5GB
     evaluations: tuple[Path, ...] = ()  # result files of `xtk evaluate`, for the model card
-    gguf: str = ""  # llama.cpp type of a GGUF file, such as q8_0; "": no GGUF file
-    gguf_converter: str = ""  # path of llama.cpp's conversion script; "": searched on PATH
 
     def __post_init__(self) -> None:
         if self.dtype and self.dtype not in DTYPES:
             raise unknown_name_error("dtype", self.dtype, DTYPES)
         size_in_bytes(self.max_shard_size)
-        if self.gguf_converter and not self.gguf:
-            raise XtkError("--gguf-converter needs --gguf", hint="add --gguf f16, bf16 or q8_0")
 
 
 def size_in_bytes(text: str) -> int:
@@ -95,18 +86,8 @@ def size_in_bytes(text: str) -> int:
 def export_student(
     config: ExportConfig, output: Path, *, force: bool, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Write a student as a model folder and return its manifest; an equal export that exists is reused.
-
-    Args:
-        output: the folder to write, atomically.
-        force: move aside what is at the output path.
-        trust_remote_code: run the model's own Python code.
-
-    Returns:
-        The content of its `xtk.json`.
-    """
+    """Write a student as a model folder and return its `xtk.json`; an equal export that exists is reused."""
     source, content, metrics = _open_source(config)
-    converter = _converter(config) if config.gguf else None
     results = [result for path in config.evaluations for result in read_results(path)]
     dtype = config.dtype or content["recipe"].get("student_model", {}).get("dtype", "float32")
     request = {
@@ -114,7 +95,6 @@ def export_student(
         "step": content["steps"],
         "dtype": dtype,
         "max_shard_size": config.max_shard_size,
-        "gguf": config.gguf,
         "evaluation": [sha256(path.read_bytes()) for path in config.evaluations],
     }
     claimed = Output(output, EXPORT_FOLDER, force=force)
@@ -130,8 +110,6 @@ def export_student(
                 figures = _write_model_files(model, folder, tokenizer, config.max_shard_size)
             copy_tokenizer_files(source, folder)
             (folder / CARD_FILE).write_text(_card(config, content, metrics, results), encoding="utf-8")
-            if converter is not None:
-                _convert(converter, folder, config.gguf)
             if _open_source(config)[:2] != (source, content):  # verifies all files again
                 raise MismatchError(
                     "the run was replaced while it was exported", where=str(source), hint="run the same command again"
@@ -143,11 +121,7 @@ def export_student(
 
 
 def _open_source(wanted: ExportConfig) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
-    """Return the folder of the weights, their manifest, and the metrics up to that step.
-
-    Raises:
-        CorruptError: a file does not match its checksum.
-    """
+    """Return the folder of the weights, their manifest, and the metrics up to that step."""
     run = wanted.run
     identity = read_recipe(run)
     steps = [step for step, _ in list_checkpoints(run)]
@@ -199,26 +173,7 @@ def _check_output(output: Path, run: Path) -> None:
         )
 
 
-def _is_export(folder: Path) -> bool:
-    return (folder / RUN_MANIFEST).is_file() and read_json(folder / RUN_MANIFEST).get("kind") == EXPORT_KIND
-
-
-def _finished_export(output: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of an equal, finished export."""
-    content = read_run_manifest(output, (EXPORT_KIND,))
-    previous = content.get("request") or {}
-    different = [name for name, value in request.items() if previous.get(name) != value]
-    if not different:
-        check_listed_files(output, content)
-        return content
-    raise XtkError(
-        "the output folder has an export with other options or weights",
-        where=f"{output} (different: {', '.join(different)})",
-        hint="use another -o, or --force to replace the export",
-    )
-
-
-EXPORT_FOLDER = OutputKind("an export", _is_export, _finished_export, is_folder=True)
+EXPORT_FOLDER = model_folder_kind(EXPORT_KIND, "an export")
 
 
 @contextmanager
@@ -327,31 +282,6 @@ def _card(
         first = {name: value for record in reversed(metrics) for name, value in record.items()}
         card = model_card(Provenance(), content, first)
     return add_evaluation_table(card, results)
-
-
-def _converter(wanted: ExportConfig) -> Path:
-    """Return the path of llama.cpp's conversion script."""
-    named = wanted.gguf_converter or shutil.which(GGUF_CONVERTER) or ""
-    if not named or not Path(named).is_file():
-        raise XtkError(
-            f"--gguf needs llama.cpp's {GGUF_CONVERTER}, which was not found",
-            where=wanted.gguf_converter or None,
-            hint=f"git clone https://github.com/ggml-org/llama.cpp; add --gguf-converter llama.cpp/{GGUF_CONVERTER}",
-        )
-    return Path(named)
-
-
-def _convert(converter: Path, folder: Path, kind: str) -> None:
-    """Write a GGUF file into the folder with llama.cpp's script."""
-    command = [sys.executable, str(converter), str(folder), "--outfile", str(folder / GGUF_FILE), "--outtype", kind]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode or not (folder / GGUF_FILE).is_file():
-        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        raise XtkError(
-            f"the GGUF converter failed with exit code {done.returncode}: {last}",
-            where=str(converter),
-            hint="use a newer llama.cpp with --gguf-converter, which may support this model, or omit --gguf",
-        )
 
 
 def check_hub_access(repository: str) -> None:

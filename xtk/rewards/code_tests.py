@@ -24,7 +24,7 @@ _BEYOND = re.compile(r"^(?:(?:async )?def |class |if |print\(|assert |@|#|```|\[
 class CodeTestsReward:
     """tests: 1 if the code passes all of the row's tests in the sandbox, else 0.
 
-    With `partial=true`, the fraction of asserts that pass. Two row formats are supported: HumanEval (`prompt`,
+    Two row formats are supported: HumanEval (`prompt`,
     `entry_point`, and `test`, which defines `check`), where the completion continues the prompt or contains the
     complete function; and MBPP (`test_list`, a list of asserts, or `test`, a program with asserts; optionally
     `test_imports` and `test_setup_code`), where the completion is the program. EvalPlus (HumanEval+, MBPP+) uses the
@@ -36,7 +36,6 @@ class CodeTestsReward:
     `allow_weak_isolation=true`. `seconds` and `megabytes` limit each run.
     """
 
-    partial: bool = False
     seconds: float = 10.0
     megabytes: int = 1024
     allow_weak_isolation: bool = False
@@ -54,7 +53,7 @@ class CodeTestsReward:
         return _tests_of(row) is not None
 
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
-        """Return 1 or 0 (a fraction with `partial`); nan if the row has no tests, or broken ones."""
+        """Return 1 or 0; nan if the row has no tests, or broken ones."""
         tests = _tests_of(row)
         if tests is None:
             return math.nan
@@ -66,12 +65,8 @@ class CodeTestsReward:
         helpers = _runnable_prefix(before)
         setup = [text for text in (helpers, _text_field(row, "test_setup_code")) if text]
         code = _programs(completion, before, helpers, entry_point, tests)
-        verdict = self._sandbox.test(code, tests, setup, entry_point, self.partial)
-        if verdict.all_passed is None:
-            return math.nan
-        if verdict.all_passed or not self.partial:
-            return float(verdict.all_passed)
-        return float(verdict.num_passed / verdict.num_asserts)
+        passed = self._sandbox.test(code, tests, setup, entry_point)
+        return math.nan if passed is None else float(passed)
 
 
 def _tests_of(row: Mapping[str, Any]) -> str | None:

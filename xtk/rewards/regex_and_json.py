@@ -12,20 +12,16 @@ from typing import Any
 
 from xtk.errors import XtkError
 
-MATCH_MODES = ("search", "full")
-
 
 @dataclass(frozen=True)
 class RegexReward:
     """regex: 1 if the pattern is found in the completion, else 0.
 
-    With `match=full` the pattern must match the whole completion, without surrounding space. With `column`, the group
-    `group` (a number or a name) must equal that field of the row, ignoring surrounding space. A dot also matches
-    newlines.
+    A dot also matches newlines; `^` and `$` are the beginning and end of the completion without surrounding space. With
+    `column`, the group `group` (a number or a name) must equal that field of the row, ignoring surrounding space.
     """
 
     pattern: str = ""
-    match: str = "search"
     group: str = "0"
     column: str = ""
     _compiled: Any = field(default=None, init=False, repr=False, compare=False)
@@ -33,11 +29,6 @@ class RegexReward:
     def __post_init__(self) -> None:
         if not self.pattern:
             raise XtkError("--reward regex needs a pattern", hint="use --reward 'regex:pattern=<answer>.*</answer>'")
-        if self.match not in MATCH_MODES:
-            raise XtkError(
-                f"match={self.match!r} is not a match mode of --reward regex",
-                hint=f"use match=VALUE, one of: {', '.join(MATCH_MODES)}",
-            )
         try:
             compiled = re.compile(self.pattern, re.DOTALL)
         except (re.error, RecursionError, OverflowError) as error:
@@ -60,8 +51,7 @@ class RegexReward:
 
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
         """Return 1 or 0; nan if the row lacks the field."""
-        text = completion.strip()
-        match = self._compiled.fullmatch(text) if self.match == "full" else self._compiled.search(text)
+        match = self._compiled.search(completion.strip())
         if not self.column:
             return float(match is not None)
         if row.get(self.column) is None:

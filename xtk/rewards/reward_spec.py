@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from xtk.errors import XtkError, path_exists
 from xtk.files.atomic_files import sha256_of_file
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.spec_parsing import OptionSpec, from_pairs, option_names, parse_pairs, parse_weight
-from xtk.rewards import RENAMED_REWARDS, REWARDS
+from xtk.rewards import REWARDS
 from xtk.user_code import load_user_object, user_code_errors
 
 RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
@@ -35,27 +34,10 @@ class RewardSpec(OptionSpec):
         """Return the reward function; imports a user's function."""
         if self.name not in REWARDS:
             reward: RewardFunction = load_user_object(self.name, "--reward FILE.py:FUNCTION", "function")
-            _check_parameters(self.name, reward)
             return reward
         rule = load_registered(REWARDS, self.name, "reward")
         judge: RewardFunction = from_pairs(rule, self.options, f"the reward {self}")
         return judge
-
-
-def _check_parameters(name: str, reward: RewardFunction) -> None:
-    """Refuse a function of the user that cannot be called with three arguments."""
-    try:
-        signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # of a library in C: known when it is called
-        return
-    try:
-        signature.bind("", "", {})
-    except TypeError:
-        raise XtkError(
-            f"the reward function takes {signature}, but is called with three arguments",
-            where=name,
-            hint="declare it as def NAME(completion, prompt, row)",
-        ) from None
 
 
 def paths_as_checksums(text: str) -> str:
@@ -76,9 +58,6 @@ def parse_reward(text: str) -> RewardSpec:
     """
     own = _FUNCTION.fullmatch(text)
     name, options = (own["place"], own["options"] or "") if own else text.partition(":")[::2]
-    if name in RENAMED_REWARDS:
-        new = f"{RENAMED_REWARDS[name]}{text.removeprefix(name)}"
-        raise XtkError(f"the reward {name} is now called {RENAMED_REWARDS[name]}", hint=f"--reward {new}")
     if not own and name not in REWARDS:
         raise unknown_name_error("reward", name, [*REWARDS, "FILE.py:FUNCTION"])
     known = ["weight", *([] if own else option_names(load_registered(REWARDS, name, "reward")))]
@@ -100,15 +79,10 @@ def name_row_in_errors(number: int) -> Iterator[None]:
 
 @dataclass
 class WeightedRewards:
-    """Weighted sum of several rewards.
-
-    Attributes:
-        specs: the rewards.
-        unscored: number of completions that each reward could not score.
-    """
+    """Weighted sum of several rewards."""
 
     specs: Sequence[RewardSpec]
-    unscored: dict[str, int] = field(default_factory=dict)
+    unscored: dict[str, int] = field(default_factory=dict)  # number of completions that each reward could not score
 
     def __post_init__(self) -> None:
         texts = [str(specification) for specification in self.specs]

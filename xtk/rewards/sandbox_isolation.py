@@ -159,11 +159,8 @@ _SIGNAL_OWNER_REQUESTS = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP
 def install_seccomp_filter(without_namespaces: bool) -> None:
     """Refuse the system calls that reach outside of the process, permanently; a refused call fails with EPERM.
 
-    Args:
-        without_namespaces: the process runs without namespaces: also refuse to change files, start or signal processes.
-
-    Raises:
-        OSError: the kernel has no seccomp, or the architecture is not in the table.
+    `without_namespaces`: also refuse to change files, start or signal processes. OSError: the kernel has no seccomp, or
+    the architecture is not in the table.
     """
     code = seccomp_program(without_namespaces)
     buffer = ctypes.create_string_buffer(code, len(code))

@@ -41,7 +41,8 @@ def serve_sandbox(control_descriptor: int, setup: dict[str, Any]) -> None:
         channel.send(f"{error}".encode())
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to stop
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the parent process decides when to stop
+        signal.signal(stop, signal.SIG_IGN)
     sys.path[:] = [*[path for path in sys.path if path != setup["package"]], *setup["packages"]]
     gc.freeze()
     while True:
@@ -171,7 +172,8 @@ def _run_as_init(job: dict[str, Any], given: list[int], output: int, folder: str
             os.dup2(file, place)
         os.closerange(len(kept), 4096)
         isolation.call_libc("prctl", isolation.PR_SET_DUMPABLE, 0, 0, 0, 0)  # other processes cannot inspect this one
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for stop in (signal.SIGINT, signal.SIGTERM):  # SIGUSR1 to a whole Slurm step must not fail this program
+            signal.signal(stop, signal.SIG_DFL)
         if folder is not None:
             _run_job(job, folder)
         child = os.fork()

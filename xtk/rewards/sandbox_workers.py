@@ -17,7 +17,7 @@ import numbers
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 MAX_MESSAGE_BYTES = 1 << 24
@@ -169,30 +169,22 @@ class _Gone(BaseException):
 
 
 class _Stop(BaseException):
-    """A test has failed, and no others need to run."""
+    """A test has failed."""
 
 
 class RemoteCalls:
-    """Calls of the code's functions in its process.
-
-    Attributes:
-        num_calls: number of calls.
-        raised_exceptions: exceptions that the code raised, to distinguish them from those of the tests.
-        connection_error: why further calls cannot be made; None while they can.
-    """
+    """Calls of the code's functions in its process."""
 
     def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
         self._reader, self._writer = reader, writer
         self.num_calls = 0
-        self.raised_exceptions: list[BaseException] = []
-        self.connection_error: _Gone | _Broken | None = None
+        self.raised_exceptions: list[BaseException] = []  # those of the code, not of the tests
+        self.connection_error: _Gone | _Broken | None = None  # why further calls cannot be made; None while they can
 
     def call(self, name: str, arguments: tuple[Any, ...], keyword_arguments: dict[str, Any]) -> tuple[Any, Any, Any]:
         """Return whether a call succeeded; its result, or the name of an exception; and the arguments afterwards.
 
-        Raises:
-            _Gone: the process of the code has ended.
-            _Broken: an argument is not a plain value.
+        _Gone: the process of the code has ended. _Broken: an argument is not a plain value.
         """
         self.num_calls += 1
         if self.connection_error is not None:
@@ -224,8 +216,7 @@ class RemoteFunction:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the function in the process of the code. Changes that it makes to its arguments are copied back.
 
-        Raises:
-            BaseException: an exception of the code, as one of the same built-in type.
+        An exception of the code is raised as one of the same built-in type.
         """
         good, result, after = self._calls.call(self._name, arguments, keywords)
         if good is not True:
@@ -267,166 +258,43 @@ def _copy_changes(here: Any, there: Any) -> None:
 class _EachAssert(ast.NodeTransformer):
     """Replaces `assert x` with a call that records whether x is true. Other statements stay."""
 
-    def __init__(self) -> None:
-        self.num_asserts = 0
-
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        if isinstance(node.test, ast.Constant) and node.test.value:  # tests nothing
-            return ast.copy_location(ast.Pass(), node)
-        self.num_asserts += 1
-        note = ast.Name("__note__", ast.Load())
         nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-        call = ast.Call(note, [ast.Lambda(nothing, node.test)], [])
+        call = ast.Call(ast.Name("__note__", ast.Load()), [ast.Lambda(nothing, node.test)], [])
         return ast.copy_location(ast.Expr(call), node)
 
 
-def _continue_after_failures(statements: Sequence[ast.stmt], asserting: frozenset[str]) -> list[ast.stmt]:
-    """Return statements in `with` blocks of a `_TestRecorder`, which go on after one that failed.
+def run_tests(job: dict[str, Any], link: int, verdicts: int) -> None:
+    """Run tests against the code in another process, up to the first that fails.
 
-    Also in `for` and `if` at any depth and in the function `check`. Other functions, `try` and `with` are one
-    statement: there an exception may be what the tests expect.
-
-    Args:
-        statements: the statements, which are changed.
-        asserting: names of functions of the tests that contain asserts: their calls are tests.
+    Writes `-` for a failed assert; at the end `.` if all have run, `!` if not, `?` if the tests themselves are broken
+    or call no function of the code.
     """
-    result: list[ast.stmt] = []
-    for node in statements:
-        if isinstance(node, ast.For):
-            node.body = [_with_block("__repetition__", _continue_after_failures(node.body, asserting))]
-        elif isinstance(node, ast.If) or (isinstance(node, ast.FunctionDef) and node.name == "check"):
-            node.body = _continue_after_failures(node.body, asserting)
-        if isinstance(node, ast.For | ast.If):
-            node.orelse = _continue_after_failures(node.orelse, asserting)
-        called = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-        is_test = isinstance(called, ast.Name) and called.id in asserting
-        is_future = isinstance(node, ast.ImportFrom) and node.module == "__future__"  # must come first
-        result.append(node if is_future else _with_block("__test__" if is_test else "__statement__", [node]))
-    return result
+    reader, writer = os.fdopen(link, "rb"), os.fdopen(os.dup(link), "wb")
+    try:
+        tree = ast.parse(job["tests"])
+        called_names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(vars(builtins))
+        program = compile(ast.fix_missing_locations(_EachAssert().visit(tree)), "<tests>", "exec")
+        setups = [compile(text, "<setup>", "exec") for text in job["setup"]]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        os.write(verdicts, b"?")
+        return
 
+    link_calls = RemoteCalls(reader, writer)
 
-def _with_block(name: str, body: list[ast.stmt]) -> ast.With:
-    return ast.With([ast.withitem(ast.Call(ast.Name(name, ast.Load()), [], []))], body)
-
-
-class _TestRecorder:
-    """Writes the results of tests: `+` or `-` for each.
-
-    With `partial`, tests go on after one that failed. If a statement raises an exception outside an assert, the
-    following asserts of its block fail, because variables may have old values; the next repetition of a loop begins
-    without failures. After the process of the code has ended, all asserts fail.
-    """
-
-    def __init__(self, verdicts: int, calls: RemoteCalls, partial: bool) -> None:
-        self._verdicts, self._calls, self._partial = verdicts, calls, partial
-        self._num_evaluated = 0
-        self._num_passed = 0  # of the present statement, not yet written
-        self._has_raised = False  # a statement of the present block
-        self._is_unrecorded = False  # no failed assert has followed it
-
-    def record_assert(self, test: Callable[[], Any]) -> None:
-        """Evaluate a test.
-
-        Raises:
-            _Stop: it failed, without `partial`.
-        """
+    def record_assert(test: Callable[[], Any]) -> None:
         try:
             good = bool(test())
         except (_Broken, _Stop):
             raise
         except BaseException:
             good = False
-        self._num_evaluated += 1
-        if good and not self._has_raised and not isinstance(self._calls.connection_error, _Gone):
-            self._num_passed += 1
-            return
-        self._fail(1)
-        if not self._partial:
+        if not good:  # written at once: tests may catch what is raised
+            os.write(verdicts, b"-")
             raise _Stop
 
-    def _fail(self, number: int) -> None:
-        os.write(self._verdicts, b"-" * number)
-        self._is_unrecorded = self._is_unrecorded and not number
-
-    @contextlib.contextmanager
-    def statement(self, is_test: bool = False) -> Iterator[None]:
-        """Run a statement. If it raises an exception, all of its asserts fail: how many it still had is unknown.
-
-        Args:
-            is_test: it calls a function with asserts. If none is evaluated, it counts as one that passed.
-        """
-        before = self._num_evaluated
-        try:
-            yield
-        except (_Broken, _Stop):
-            raise
-        except BaseException as error:
-            if self.is_import_error_of_tests(error):
-                raise
-            self._fail(self._num_passed + is_test)
-            self._num_passed = 0
-            if not is_test:
-                self._has_raised = self._is_unrecorded = True
-        else:
-            if is_test and self._num_evaluated == before:
-                self.record_assert(lambda: True)
-            self._write_passed()
-
-    @contextlib.contextmanager
-    def repetition(self) -> Iterator[None]:
-        """Run the body of a loop once."""
-        had_raised = self._has_raised
-        yield
-        self.finish_block()
-        self._has_raised = had_raised
-
-    def finish_block(self) -> None:
-        """Write what has not been written yet."""
-        self._write_passed()
-        if self._is_unrecorded:
-            self._fail(1)
-
-    def _write_passed(self) -> None:
-        os.write(self._verdicts, b"+" * self._num_passed)
-        self._num_passed = 0
-
-    def is_import_error_of_tests(self, error: BaseException) -> bool:
-        """Return whether the tests, not the code, lack a module."""
-        return isinstance(error, ImportError) and error not in self._calls.raised_exceptions
-
-
-def run_tests(job: dict[str, Any], link: int, verdicts: int) -> None:
-    """Run tests against the code in another process.
-
-    Writes the number of asserts in the text and a newline, then one byte per evaluated assert, `+` or `-`; at the end
-    `.` if all have run, `!` if not, `?` if the tests themselves are broken or call no function of the code.
-    """
-    reader, writer = os.fdopen(link, "rb"), os.fdopen(os.dup(link), "wb")
-    every = _EachAssert()
-    try:
-        tree = ast.parse(job["tests"])
-        called_names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(vars(builtins))
-        asserting = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and _has_assert(node)}
-        every.visit(tree)
-        if job["partial"]:
-            tree.body = _continue_after_failures(tree.body, frozenset(asserting - {"check"}))
-        program = compile(ast.fix_missing_locations(tree), "<tests>", "exec")
-        setups = [compile(text, "<setup>", "exec") for text in job["setup"]]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        os.write(verdicts, b"0\n?")
-        return
-    os.write(verdicts, b"%d\n" % every.num_asserts)
-
-    link_calls = RemoteCalls(reader, writer)
-    record = _TestRecorder(verdicts, link_calls, job["partial"])
     names: dict[str, Any] = {name: RemoteFunction(name, link_calls) for name in called_names}
-    names |= {
-        "__name__": "tests",
-        "__note__": record.record_assert,
-        "__statement__": record.statement,
-        "__test__": lambda: record.statement(is_test=True),
-        "__repetition__": record.repetition,
-    }
+    names |= {"__name__": "tests", "__note__": record_assert}
     calls = {name: RemoteFunction(job["entry_point"], link_calls) for name in (job["entry_point"], "candidate") if name}
     try:
         for setup in setups:
@@ -441,10 +309,7 @@ def run_tests(job: dict[str, Any], link: int, verdicts: int) -> None:
     except _Broken:
         end = b"?"
     except BaseException as error:
-        end = b"?" if record.is_import_error_of_tests(error) else b"!"
-    record.finish_block()
+        # Whether the tests, not the code, lack a module.
+        is_broken = isinstance(error, ImportError) and error not in link_calls.raised_exceptions
+        end = b"?" if is_broken else b"!"
     os.write(verdicts, end if link_calls.num_calls else b"?")
-
-
-def _has_assert(function: ast.FunctionDef) -> bool:
-    return any(isinstance(node, ast.Assert) for node in ast.walk(function))

@@ -64,13 +64,9 @@ def checked_completion(
     sampling: SamplingConfig,
     tokenizer: Tokenizer,
 ) -> Completion:
-    """Return a completion of an engine or a server after checking it.
+    """Return a completion of an engine or a server after checking it; a log-probability of nan is kept.
 
-    Args:
-        ids: int32 [n].
-        logprobs: float32 [n]; nan is kept.
-        sorted_top_ids: int32 [n, K], most likely first; K is `num_requested_top_ids`.
-        hit_stop_string: whether one of `sampling.stop` ended it.
+    `sorted_top_ids`: int32 [n, K], most likely first; K is `num_requested_top_ids`.
     """
     if not len(ids):
         raise XtkError(

@@ -1,18 +1,16 @@
-"""Weight sync between training and generation engines: weight names, tied output heads, files for the transfer."""
+"""Weight sync between training and generation engines: weight names, and tied output heads."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from xtk.errors import MismatchError
 from xtk.models.safetensors_headers import weight_files
 
-WEIGHTS_FILE, HEAD_FILE, INDEX_FILE = "model.safetensors", "output-head.safetensors", "model.safetensors.index.json"
+HEAD_FILE, INDEX_FILE = "output-head.safetensors", "model.safetensors.index.json"
 HEAD_NAME = "lm_head.weight"
 _OTHER_HEADS = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)\..*|output\.weight")
 _EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|tok_embeddings|embeddings?)\.weight")
@@ -20,13 +18,9 @@ _EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|
 
 @dataclass(frozen=True)
 class WeightNames:
-    """The weight names of a model.
+    """The weight names of a model."""
 
-    Attributes:
-        names: all names; empty if unknown (a folder without safetensors).
-    """
-
-    names: frozenset[str]
+    names: frozenset[str]  # all names; empty if unknown (a folder without safetensors)
 
     @classmethod
     def from_folder(cls, folder: Path) -> WeightNames:
@@ -54,7 +48,7 @@ class WeightNames:
     def check_complete(self, received: WeightNames, where: str) -> None:
         """Refuse incomplete weights: an engine would silently keep its old ones.
 
-        A tied output head must be included, whether or not the model's files have it (see `with_tied_head`).
+        A tied output head must be included, whether or not the model's files have it (see `write_tied_head`).
         """
         if not self.names:
             return
@@ -73,26 +67,12 @@ class WeightNames:
             )
 
 
-def with_tied_head(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield weights, then the output head if it is tied to the embedding and therefore missing.
+def write_tied_head(folder: Path) -> None:
+    """Write a missing tied output head into a folder of safetensors, as a separate file.
 
     vLLM's `reload_weights` (0.32, on CPU) stores a tied head separately from the embedding, and keeps the old head
     when new weights come without one.
     """
-    names: set[str] = set()
-    embeddings = {}
-    for name, weight in weights:
-        names.add(name)
-        if _EMBEDDING.fullmatch(name):
-            embeddings[name] = weight
-        yield name, weight
-    tied = WeightNames(frozenset(names)).tied_embedding
-    if tied is not None:
-        yield HEAD_NAME, embeddings[tied]
-
-
-def write_tied_head(folder: Path) -> None:
-    """Write a missing tied output head into a folder of safetensors, as a separate file."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -109,18 +89,3 @@ def write_tied_head(folder: Path) -> None:
         content = json.loads(index.read_text(encoding="utf-8"))
         content["weight_map"][HEAD_NAME] = HEAD_FILE
         index.write_text(json.dumps(content), encoding="utf-8")
-
-
-def save_weights(weights: Iterable[tuple[str, Any]], folder: Path) -> None:
-    """Write `WEIGHTS_FILE`, atomically, with the tied output head; copies only views and tensors on other devices."""
-    from safetensors.torch import save_file
-
-    tensors = {name: weight.detach().cpu().contiguous() for name, weight in with_tied_head(weights)}
-    stored: dict[int, str] = {}
-    for name, weight in tensors.items():
-        if weight.untyped_storage().data_ptr() in stored:  # safetensors refuses to write memory twice
-            tensors[name] = weight.clone()
-        stored.setdefault(weight.untyped_storage().data_ptr(), name)
-    temporary = folder / f".{WEIGHTS_FILE}"
-    save_file(tensors, temporary)
-    temporary.rename(folder / WEIGHTS_FILE)

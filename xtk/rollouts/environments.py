@@ -1,21 +1,4 @@
-"""Environments: plain Python classes that respond to the student's turns; one object per episode.
-
-    class Countdown:
-        role = "user"                       # role of its messages; "tool" by default
-
-        def reset(self, record):            # fields of the prompt's record; text after the prompt, or None
-            self.left = int(record["left"])
-            return None
-
-        def step(self, text):               # the student's turn; response, whether the episode is over
-            self.left -= 1
-            return f"{self.left} left", self.left == 0
-
-        def reward(self):                   # optional; added to the rewards of --reward
-            return 1.0
-
-A text prompt continues with the text that `step` returns; in a conversation it is a message, followed by a new turn.
-"""
+"""Environments: Python classes that respond to turns of the student, one object per episode; docs/how-to/tools.md."""
 
 from __future__ import annotations
 
@@ -36,7 +19,10 @@ Answer = TypeVar("Answer")
 
 
 class Environment(Protocol):
-    """One episode. `role: str` (of its messages) and `reward() -> float` are optional."""
+    """One episode. `role: str` (of its messages; "tool" by default) and `reward() -> float` are optional.
+
+    A text prompt continues with the text that `step` returns; in a conversation it is a message before a new turn.
+    """
 
     def reset(self, record: Mapping[str, Any]) -> str | None:
         """Begin an episode; return text to append to the prompt, or None."""

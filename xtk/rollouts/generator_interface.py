@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from pathlib import Path
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +21,9 @@ FINISH_REASONS = ("stop", "stop-string", "length")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(SamplingOptions):
-    """Sampling options; a completion includes its stop string.
+    """Sampling options; a completion includes its stop string."""
 
-    Attributes:
-        top_logprobs: number of most likely token ids to return at each position.
-    """
-
-    top_logprobs: int = 0
+    top_logprobs: int = 0  # number of most likely token ids to return at each position
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -43,45 +40,31 @@ class SamplingConfig(SamplingOptions):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for one completion.
+    """A request for one completion."""
 
-    Attributes:
-        input_ids: int32 [T], the tokens to continue; at least one.
-        seed_key: integers that seed the sampling (seed, prompt, sample, turn), independent of the rest of the batch. A
-            server or an engine follows it as far as it supports seeds.
-        max_length: maximum tokens if fewer than `max_completion_length`; None: that limit alone.
-    """
-
-    input_ids: NDArray[np.int32]
+    input_ids: NDArray[np.int32]  # [T], the tokens to continue; at least one
+    # Integers that seed the sampling (seed, prompt, sample, turn), independent of the rest of the batch. A server or an
+    # engine follows it as far as it supports seeds.
     seed_key: tuple[int, ...]
-    max_length: int | None = None
+    max_length: int | None = None  # maximum tokens if fewer than `max_completion_length`; None: that limit alone
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A generated completion.
+    """A generated completion."""
 
-    Attributes:
-        ids: int32 [n], the sampled tokens, including the stop token.
-        logprobs: float32 [n], in nats, of the full distribution at temperature 1, before top-k and top-p.
-        finish_reason: "stop": a stop token; "stop-string": one of `SamplingConfig.stop`; "length": the maximum length.
-        top_ids: int32 [n, G], the most likely tokens at each position, most likely first; None if not requested.
-    """
-
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    finish_reason: str
-    top_ids: NDArray[np.int32] | None = None
+    ids: NDArray[np.int32]  # [n], the sampled tokens, including the stop token
+    logprobs: NDArray[np.float32]  # [n], in nats, of the full distribution at temperature 1, before top-k and top-p
+    finish_reason: str  # "stop": a stop token; "stop-string": of `SamplingConfig.stop`; "length": the maximum length
+    top_ids: NDArray[np.int32] | None = None  # [n, G], at each position, most likely first; None if not requested
 
 
 class Generator(Backend, ABC):
-    """A generation backend. New weights clear all state of the old ones (prefix caches).
+    """A generation backend. New weights clear all state of the old ones (prefix caches)."""
 
-    Attributes:
-        num_sampled: tokens sampled so far, those of running calls included, for progress; a backend that learns of them
-            only with the completions leaves it at 0.
-    """
-
+    # Completions of one call of `rollout` and `evaluate-answers`. An engine keeps its batch full within a call.
+    completions_at_once: ClassVar[int] = 2048
+    # Tokens sampled so far, also by running calls; 0 if the backend learns of them only with completions.
     num_sampled: int = 0
 
     @abstractmethod
@@ -89,11 +72,7 @@ class Generator(Backend, ABC):
 
     @classmethod
     def open(cls, config: BackendConfig) -> Self:
-        """Load a model or connect to one.
-
-        Raises:
-            XtkError: it cannot be loaded or reached, or an option is invalid.
-        """
+        """Load a model or connect to one."""
         return cls(config)
 
     @property
@@ -106,12 +85,8 @@ class Generator(Backend, ABC):
         """Return one completion per request, in order."""
 
     @abstractmethod
-    def update_weights(self, weights: Any) -> None:
-        """Load new weights.
-
-        Args:
-            weights: a folder in Hugging Face format, or pairs of a name in that format and a tensor.
-        """
+    def update_weights(self, folder: Path) -> None:
+        """Load weights from a folder in Hugging Face format; a tied output head is in it (see `write_tied_head`)."""
 
     def sleep(self) -> None:
         """Free device memory, as far as the backend can."""

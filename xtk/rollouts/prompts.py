@@ -26,9 +26,7 @@ RESERVED_TEMPLATE_ARGUMENTS = {"messages", "conversation", "tools", "add_generat
 class PromptFormat:
     """Builds a prompt from a data record.
 
-    Args:
-        template: Jinja template that builds the prompt from the record's fields; "": the record's own prompt.
-        as_chat: wrap a plain text prompt as a user message.
+    `template`: Jinja template over the record's fields; "": its own prompt. `as_chat`: wrap text as a user message.
     """
 
     def __init__(self, template: str = "", *, as_chat: bool = False) -> None:
@@ -100,14 +98,12 @@ def read_prompt_template(text: str) -> str:
         return text
     try:
         template = Path(text).read_text(encoding="utf-8").removesuffix("\n")
-    except (FileNotFoundError, IsADirectoryError):
+    except (OSError, UnicodeDecodeError) as failure:
         raise XtkError(
-            "the prompt template file does not exist",
+            f"the prompt template file cannot be read: {failure}",
             where=text,
-            hint="use --prompt-template FILE.jinja, or give the template itself as text",
+            hint="use --prompt-template FILE.jinja, in UTF-8, or give the template itself as text",
         ) from None
-    except UnicodeDecodeError:
-        raise XtkError("the prompt template file is not UTF-8", where=text, hint="save the file as UTF-8") from None
     if not template:
         raise XtkError("the prompt template file is empty", where=text, hint="write a Jinja template into the file")
     return template
@@ -135,13 +131,7 @@ def read_template_arguments(text: str) -> dict[str, Any]:
 def read_prompts(
     corpus: Corpus, max_prompts: int | None = None, prompt_format: PromptFormat | None = None
 ) -> list[Prompt]:
-    """Return prompts: `prompt` (text or messages), else `messages` before the last answer, else `text`.
-
-    Args:
-        corpus: records, with optional `tools` and `teacher_prompt`, and the requested columns of weight and route.
-        max_prompts: maximum number of records; None: all.
-        prompt_format: builds the prompts; None: the records' own prompts.
-    """
+    """Return prompts: `prompt` (text or messages), else `messages` before the last answer, else `text`."""
     prompt_format = prompt_format or PromptFormat()
     prompts: Iterator[Prompt] = (
         Prompt(number, prompt_format.prompt_document(record, corpus.columns, where), record)
@@ -155,10 +145,8 @@ def tokenize_prompts(
 ) -> list[NDArray[np.int32]]:
     """Return the prompt tokens that the student continues.
 
-    Args:
-        documents: prompts. Text follows the start token; messages are rendered with the chat template and its
-            generation prompt.
-        template_arguments: extra arguments of the template, such as {"enable_thinking": False}.
+    Text follows the start token; messages are rendered with the chat template and its generation prompt, with extra
+    arguments such as {"enable_thinking": False}.
     """
     start = np.array(tokenizer.start_ids, np.int32)
     arguments = {"add_generation_prompt": True, **(template_arguments or {})}
@@ -180,12 +168,9 @@ def tokenize_between_turns(
     sampled_end: int | None,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> NDArray[np.int32]:
-    """Return the template's tokens between a turn of the student and its next turn.
+    """Return the template's tokens between the last message, a turn of the student, and its next turn.
 
-    Args:
-        conversation: its last message is the student's turn.
-        sampled_end: the stop token that the student sampled, if it did; then the template's own is left out.
-        template_arguments: as in `tokenize_prompts`.
+    `sampled_end`: the stop token that the student sampled, if it did; then the template's own is left out.
     """
     text, (start, stop) = tokenizer.chat_template.text_between_turns(
         conversation, message, **(template_arguments or {})

@@ -40,20 +40,14 @@ def generate_rollouts(
     scale_rewards: bool = True,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> list[Rollout]:
-    """Return rollouts of prompts; each turn of all prompts is generated in one call.
+    """Return rollouts by prompt, then by sample; each turn of all prompts is generated in one call.
 
     Args:
         prompts: those that fill the context are skipped, with a note.
         sampling: `max_completion_length` counts the sampled tokens of all turns of a rollout together.
         seed: the samples are a function of it, the index of the prompt, the sample and the turn.
         rewards: score each rollout: all text after the prompt, or the last message of a conversation.
-        environment: responds to turns; None: there is one turn.
-        max_turns: limit of turns with an environment.
         scale_rewards: whether to divide advantages by the standard deviation of the prompt's rewards.
-        template_arguments: extra arguments of the chat template.
-
-    Returns:
-        Rollouts ordered by prompt, then by sample.
     """
     all_episodes = [
         _Episode(prompt, sample, tokenizer, environment and CheckedEnvironment(environment, prompt.record))
@@ -83,18 +77,15 @@ def generate_rollouts(
 
 
 class _Episode:
-    """A rollout while it is generated; without an environment it has one turn.
-
-    Attributes:
-        finish_reason: why it has ended; "" while it goes on.
-        num_turns: number of turns that the student generated.
-    """
+    """A rollout while it is generated; without an environment it has one turn."""
 
     def __init__(
         self, prompt: Prompt, sample: int, tokenizer: Tokenizer, environment: CheckedEnvironment | None
     ) -> None:
         self.prompt, self.sample, self.environment = prompt, sample, environment
         self._tokenizer, self._context = tokenizer, math.inf
+        # finish_reason: why it has ended; "" while it goes on.
+        # num_turns: number of turns that the student generated.
         self.finish_reason, self.num_turns = "", 0
         self._segments = list(prompt.document.segments)
         conversation = prompt.document.conversation
@@ -280,14 +271,8 @@ def group_advantages(rewards: Sequence[float], *, scale: bool = True) -> NDArray
     """Return the advantages of the rollouts of one prompt: reward minus mean, in standard deviations.
 
     Shao et al., "DeepSeekMath", 2024, section 4.1 (GRPO); without `scale` Liu et al., "Understanding R1-Zero-like
-    training", 2025. The standard deviation is that of a sample (n - 1), as in TRL.
-
-    Args:
-        rewards: [G]; nan for unscored rollouts, which get 0 and are excluded from mean and deviation.
-        scale: whether to divide by the standard deviation.
-
-    Returns:
-        float64 [G]. All 0 if fewer than two rollouts are scored, or all rewards are equal.
+    training", 2025. The standard deviation is that of a sample (n - 1), as in TRL. Unscored rollouts (nan) get 0 and
+    are excluded; all are 0 if fewer than two are scored, or all rewards are equal.
     """
     values = np.asarray(rewards, np.float64)
     judged = np.isfinite(values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from xtk.data.record_to_document import (
     rollout_checksum,
 )
 from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import nan_to_none
 from xtk.files.output import OutputKind
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.text.document import Document
@@ -29,9 +29,7 @@ def rollout_to_json(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str]
     """Return a rollout as a record: document, sampled tokens, rewards, and the other fields of the prompt's record.
 
     `number_line` makes it a line of a file.
-
-    Args:
-        columns: {field: column} for fields with another name in the prompt's record.
+    `columns`: {field: column} for fields with another name in the prompt's record.
     """
     document, tokens = rollout.document, rollout.document.sampled_tokens
     assert tokens is not None
@@ -53,8 +51,8 @@ def rollout_to_json(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str]
         "sample": rollout.sample,
         "finish_reason": rollout.finish_reason,
         "turns": rollout.num_turns,
-        "reward": _nan_to_none(rollout.reward),
-        "rewards": {name: _nan_to_none(value) for name, value in rollout.rewards.items()},
+        "reward": nan_to_none(rollout.reward),
+        "rewards": {name: nan_to_none(value) for name, value in rollout.rewards.items()},
         "request": request,
     }
 
@@ -118,10 +116,6 @@ def read_statistics(path: Path) -> RolloutStatistics:
     return figures
 
 
-def _nan_to_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
 def json_line(record: Mapping[str, Any]) -> str:
     """Return a record as a JSON line; values without a JSON type (such as timestamps of parquet) become strings."""
     return json.dumps(record, ensure_ascii=False, default=str) + "\n"
@@ -129,17 +123,12 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 @dataclass
 class RolloutStatistics:
-    """Summary statistics of rollouts, printed when they are written.
-
-    Attributes:
-        dropped: number of rollouts that were not written, by reason.
-        has_all_lines: whether a file that was read has all its lines, in the order in which they were written.
-    """
+    """Summary statistics of rollouts, printed when they are written."""
 
     rollouts: int = 0
     tokens: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    has_all_lines: bool = True
+    dropped: dict[str, int] = field(default_factory=dict)  # number of rollouts that were not written, by reason
+    has_all_lines: bool = True  # whether a file that was read has all its lines, in the order of writing
     _read: int = 0
     _turns: int = 0
     _truncated: int = 0

@@ -13,43 +13,25 @@ from xtk.text.document import Document
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt to generate completions for.
+    """A prompt to generate completions for."""
 
-    Attributes:
-        number: index of the record in the data.
-        document: the segments before the completion, none of them trained; rollouts inherit its `teacher_prompt`,
-            `weight` and `route`.
-        record: the fields of the data record, for rewards and environments.
-    """
-
-    number: int
-    document: Document
-    record: Mapping[str, Any] = field(default_factory=dict)
+    number: int  # index of the record in the data
+    document: Document  # untrained segments; rollouts inherit `teacher_prompt`, `weight` and `route`
+    record: Mapping[str, Any] = field(default_factory=dict)  # fields of the data record, for rewards and environments
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion of a prompt, over one or more turns.
+    """One completion of a prompt, over one or more turns."""
 
-    Attributes:
-        document: prompt and completion, with the sampled tokens and the advantage in `Document.sampled_tokens`.
-        prompt: index of the prompt's record.
-        sample: index of this completion among those of its prompt.
-        finish_reason: how the last turn ended, one of `FINISH_REASONS`; "turns" where the limit of turns was reached.
-        num_turns: number of turns that the student generated.
-        reward: weighted sum of the rewards; nan without rewards, or if none could score it.
-        rewards: the value of each reward, by name.
-        top_ids: int32 [n, G], the most likely tokens at each sampled token, most likely first; None if not requested.
-    """
-
-    document: Document
-    prompt: int
-    sample: int
-    finish_reason: str
-    num_turns: int = 1
-    reward: float = float("nan")
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    top_ids: Any = None
+    document: Document  # prompt and completion, with the sampled tokens and the advantage in `Document.sampled_tokens`
+    prompt: int  # index of the prompt's record
+    sample: int  # index of this completion among those of its prompt
+    finish_reason: str  # how the last turn ended, one of `FINISH_REASONS`; "turns" where the limit of turns was reached
+    num_turns: int = 1  # number of turns that the student generated
+    reward: float = float("nan")  # weighted sum of the rewards; nan without rewards, or if none could score it
+    rewards: Mapping[str, float] = field(default_factory=dict)  # the value of each reward, by name
+    top_ids: Any = None  # int32 [n, G], at each sampled token, most likely first; None if not requested
 
     @property
     def unusable_reason(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,10 +54,8 @@ MAX_WEIGHT_LOSSES = 5  # how often a server may lose the weights during one requ
 class ServerGenerator(Generator):
     """Generates completions with vLLM servers, many requests at a time.
 
-    Args:
-        config: its folder needs the tokenizer and the configuration. Options: `servers`, addresses
-            (`http://host:8000/v1`, followed by `#model` where a server has several models); `concurrency`, requests in
-            flight on all servers together; `patience`, the `RetryPolicy`.
+    Options: `servers`, addresses (`http://host:8000/v1`, followed by `#model` where a server has several models);
+    `concurrency`, requests in flight on all servers together; `patience`, the `RetryPolicy`.
     """
 
     uses_servers: ClassVar[bool] = True
@@ -99,20 +97,14 @@ class ServerGenerator(Generator):
         self._locks = {}
         return gather_responses(self._endpoints, (self._generate_one(request, sampling) for request in requests))
 
-    def update_weights(self, weights: str | Path | Iterable[tuple[str, Any]]) -> None:
+    def update_weights(self, folder: Path) -> None:
         """Load new weights into each server and clear its prefix cache.
 
         Args:
-            weights: a folder that the servers see under the same path. Keep it until the next update: a server that is
-                restarted meanwhile starts with its old weights and is sent these again.
+            folder: the servers see it under the same path. Keep it until the next update: a server that is restarted
+                meanwhile starts with its old weights and is sent these again.
         """
-        if not isinstance(weights, str | Path):
-            raise XtkError(
-                "a vLLM server loads new weights only from a folder, not from tensors in memory",
-                where=self._name,
-                hint="save the weights to a folder that the servers see under the same path, and pass this path",
-            )
-        folder = Path(weights).resolve()
+        folder = folder.resolve()
         self._names.check_complete(WeightNames.from_folder(folder), str(folder))
         self._sent, self._version = folder, f"xtk-{secrets.token_hex(8)}"
         run_coroutine(self._update_all())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +15,6 @@ from xtk.engines.worker_process import WorkerError, WorkerKind, WorkerProcess, s
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
 from xtk.rollouts import GENERATORS
-from xtk.rollouts.engine_weight_files import save_weights
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
 from xtk.subprocesses import environment_without_launcher_variables
 from xtk.writable_cache_folders import SHARED_MEMORY, shared_memory_is_writable
@@ -33,19 +31,14 @@ GENERATION_WORKER = WorkerKind(
 
 
 class SubprocessGenerator(Generator):
-    """A generator in a subprocess, called through a pipe. The subprocess ends with the thread that started it.
-
-    Args:
-        backend: a key of `GENERATORS`.
-        environment: environment variables of the subprocess, such as `CUDA_VISIBLE_DEVICES`.
-    """
+    """A generator in a subprocess, called through a pipe. The subprocess ends with the thread that started it."""
 
     def __init__(
         self, config: BackendConfig, backend: str = "vllm", environment: Mapping[str, str] | None = None
     ) -> None:
         load_registered(GENERATORS, backend, "backend")  # refuses an unknown name before a process is started
         _remove_stale_weights_folders()
-        self._name, self._folder = f"{config.model.name}, run by {backend}", config.model.folder
+        self._name = f"{config.model.name}, run by {backend}"
         variables = {**environment_without_launcher_variables(), **(environment or {})}
         self._worker = WorkerProcess(GENERATION_WORKER, self._name, variables)
         self.process = self._worker.process
@@ -66,20 +59,9 @@ class SubprocessGenerator(Generator):
         completions: list[Completion] = self._call("generate", list(requests), sampling)
         return completions
 
-    def update_weights(self, weights: str | Path | Iterable[tuple[str, Any]]) -> None:
-        """Load new weights.
-
-        Args:
-            weights: a folder, or pairs of name and tensor, which pass through a temporary folder in memory.
-        """
-        if isinstance(weights, str | Path):
-            self._call("update_weights", Path(weights).resolve())
-            return
-        tensors = dict(weights)
-        with _folder_for(sum(weight.nbytes for weight in tensors.values())) as folder:
-            save_weights(tensors.items(), folder)
-            shutil.copy(self._folder / "config.json", folder)
-            self._call("update_weights", folder)
+    def update_weights(self, folder: Path) -> None:
+        """Load weights from a folder."""
+        self._call("update_weights", folder.resolve())
 
     def sleep(self) -> None:
         """Free device memory, as far as the backend can."""
@@ -123,13 +105,6 @@ def serve_generator(pipe: Connection) -> None:
         except Exception as failure:
             reply = WorkerError.from_exception(failure, GENERATION_WORKER.process)
         pipe.send(reply)
-
-
-@contextlib.contextmanager
-def _folder_for(size: int) -> Iterator[Path]:
-    """Yield a temporary folder for `size` bytes, in shared memory if twice as many are free, and remove it."""
-    with folder_in_shared_memory(size) or tempfile.TemporaryDirectory(prefix=WEIGHTS_FOLDER_PREFIX) as folder:
-        yield Path(folder)
 
 
 def folder_in_shared_memory(size: int) -> tempfile.TemporaryDirectory[str] | None:

@@ -50,12 +50,9 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
 
 
 def sample_tokens(logits: Tensor, seeds: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Return int64 [B], a sampled token for each completion.
+    """Return int64 [B], a sampled token for each completion, from float32 logits and int64 seeds.
 
-    Args:
-        logits: float32 [B, V], of the tokens that may be sampled.
-        seeds: int64 [B].
-        sampling: the temperature is applied first, then `top_k`, then `top_p` to what remains.
+    The temperature is applied first, then `top_k`, then `top_p` to what remains.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)

@@ -38,13 +38,8 @@ def parse_tool_calls(text: str, call_format: str = "tags") -> list[ToolCall | Ma
 
     Reasoning before the last `</think>` is skipped. No text raises an error: a call that is malformed, longer than
     `MAX_CHARACTERS`, nested deeper than `MAX_DEPTH` or preceded by `MAX_CALLS` others is a `MalformedToolCall`.
-
-    Args:
-        call_format: `tags` for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen); `json` for a
-            turn that is `{"name": ..., "parameters": {...}}`, several separated by `;` (Llama 3).
-
-    Raises:
-        ValueError: unknown format.
+    `call_format`: `tags` for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen); `json` for a
+    turn that is `{"name": ..., "parameters": {...}}`, several separated by `;` (Llama 3).
     """
     if call_format not in ("tags", "json"):
         raise ValueError(f"unknown format of tool calls {call_format!r}; use tags or json")
@@ -141,17 +136,12 @@ class ToolEnvironment:
     Malformed calls, unknown tools, wrong arguments and exceptions of a tool return `error: ...`, so that the model can
     try again. One call returns its result; several return a JSON line each, in order. Results are text, or dumped as
     JSON. A turn without a call ends the episode.
-
-    Attributes:
-        tools: functions by tool name; called with the arguments by name.
-        form: format of the calls, as in `parse_tool_calls`.
-        max_characters: maximum characters of a response; the rest is truncated.
     """
 
     role = "tool"
-    tools: Mapping[str, Callable[..., Any]] = {}
-    form = "tags"
-    max_characters = 4000
+    tools: Mapping[str, Callable[..., Any]] = {}  # functions by tool name; called with the arguments by name
+    form = "tags"  # format of the calls, as in `parse_tool_calls`
+    max_characters = 4000  # maximum characters of a response; the rest is truncated
 
     def reset(self, record: Mapping[str, Any]) -> str | None:
         """Begin an episode; adds nothing to the prompt."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from xtk.engines.backend import BackendConfig
-from xtk.errors import XtkError
 from xtk.models import packed_attention
 from xtk.models.causal_lm import check_embedding_rows, default_device, load_causal_lm, max_context_length
 from xtk.models.resolver import ModelRef
-from xtk.models.safetensors_headers import format_names
 from xtk.rollouts.engine_request_checks import max_new_tokens
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
 from xtk.rollouts.token_sampling import StopStringDetector, position_seeds, sample_tokens
@@ -26,19 +24,16 @@ DEFAULT_BATCH_TOKENS = 8192
 
 
 class TransformersGenerator(Generator):
-    """Generates batches of completions with a causal language model, padded on the left.
+    """Generates batches of completions with a causal language model, padded on the left; LoRA of peft is allowed.
 
     A completion depends only on the model, its `GenerationRequest` and the sampling, except for the last bits of
     logits, which depend on the rest of the batch. The model may be in training: each call restores its train/eval
-    modes, attention implementation, generation config and torch's random state.
-
-    Args:
-        model: a transformers model, with or without LoRA of peft; it is not copied.
-        batch_tokens: maximum tokens of prompts and completions in a batch, padding included.
+    modes, attention implementation, generation config and torch's random state. `batch_tokens` counts padding.
     """
 
     supports_adapters: ClassVar[bool] = True
     runs_loaded_model: ClassVar[bool] = True
+    completions_at_once: ClassVar[int] = 256
 
     def __init__(self, model: Any, tokenizer: Tokenizer, batch_tokens: int = DEFAULT_BATCH_TOKENS) -> None:
         self.model, self.tokenizer, self.batch_tokens = model, tokenizer, batch_tokens
@@ -101,42 +96,15 @@ class TransformersGenerator(Generator):
             stopping_criteria=StoppingCriteriaList([is_finished]),
         )
 
-    def update_weights(self, weights: str | Path | Iterable[tuple[str, Tensor]]) -> None:
+    def update_weights(self, folder: Path) -> None:
         """Load new weights; no state of the old ones is kept between calls."""
-        own = self._inner.state_dict()
-        left = {weight.data_ptr(): name for name, weight in own.items()}  # tied weights count once
-        with torch.no_grad():
-            for name, weight in self._read(weights) if isinstance(weights, str | Path) else weights:
-                if name not in own or own[name].shape != weight.shape:
-                    there = f"has shape {list(own[name].shape)} there" if name in own else "has no such weight"
-                    raise XtkError(
-                        f"the new weight {name} has shape {list(weight.shape)}, but the model {there}",
-                        where=f"weight update of {self.tokenizer.name}",
-                        hint="send the weights of the same model that the generator loaded",
-                    )
-                own[name].copy_(weight)
-                left.pop(own[name].data_ptr(), None)
-        if left:
-            names = sorted(left.values())
-            raise XtkError(
-                f"the new weights lack {len(names):,} of the model's weights: {format_names(names)}",
-                where=f"weight update of {self.tokenizer.name}",
-                hint="send all weights of the model, tied weights once",
-            )
-
-    def _read(self, folder: str | Path) -> Iterable[tuple[str, Tensor]]:
         dtype = str(self._inner.get_input_embeddings().weight.dtype).removeprefix("torch.")
-        weights: dict[str, Tensor] = load_causal_lm(ModelRef(Path(folder), dtype=dtype)).state_dict()
-        return weights.items()
+        self._inner.load_state_dict(load_causal_lm(ModelRef(folder, dtype=dtype)).state_dict())
 
 
 @contextlib.contextmanager
 def generation_mode(model: Any, stop_ids: Collection[int] = ()) -> Iterator[None]:
-    """Prepare a model for generation, and restore it afterwards.
-
-    Args:
-        stop_ids: tokens at which `generate` ends a row; without them it ends by the criteria of the caller.
-    """
+    """Prepare a model for generation, then restore it; without `stop_ids` rows end by the caller's criteria."""
     from transformers import GenerationConfig
 
     modes = [(module, module.training) for module in model.modules()]
@@ -183,14 +151,7 @@ def _generation_batches(prompts: Sequence[int], lengths: Sequence[int], tokens: 
 
 
 class _SampledBatch:
-    """A batch during generation: inputs of `generate`, and its logits processor and stopping criterion.
-
-    Attributes:
-        ids: int64 [B, T], the prompts, zero-padded on the left.
-        attention_mask: int64 [B, T], 1 for prompt tokens.
-        max_lengths: maximum sampled tokens of each completion.
-        num_active: completions that got a token in the last step.
-    """
+    """A batch during generation: inputs of `generate`, and its logits processor and stopping criterion."""
 
     def __init__(
         self,
@@ -203,13 +164,17 @@ class _SampledBatch:
         size = max(len(request.input_ids) for request in requests)
         padding = [size - len(request.input_ids) for request in requests]
         padded = [np.pad(request.input_ids, (left, 0)) for request, left in zip(requests, padding, strict=True)]
+        # int64 [B, T], the prompts, zero-padded on the left.
         self.ids = torch.from_numpy(np.stack(padded).astype(np.int64)).to(device)
+        # int64 [B, T], 1 for prompt tokens.
         self.attention_mask = (torch.arange(size) >= torch.tensor(padding)[:, None]).long().to(device)
+        # max_lengths: maximum sampled tokens of each completion.
         self.max_lengths, self._sampling, self._tokenizer = lengths, sampling, tokenizer
         seeds = np.stack([position_seeds(request.seed_key, max(lengths)) for request in requests])
         self._seeds = torch.from_numpy(seeds).to(device)
         self._stop_detectors = [StopStringDetector(tokenizer, sampling.stop) for _ in requests]
         self._sampled: list[list[int]] = [[] for _ in requests]
+        # num_active: completions that got a token in the last step.
         self._finishes, self.num_active = [""] * len(requests), 0
         self._logprobs: list[Tensor] = []
         self._top_ids: list[Tensor] = []

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ from xtk.rollouts.engine_request_checks import (
     num_requested_top_ids,
     seed_from_key,
 )
-from xtk.rollouts.engine_weight_files import WeightNames, save_weights, with_tied_head
+from xtk.rollouts.engine_weight_files import WeightNames
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
 
 RESERVED_OPTIONS = {"model": "STUDENT", "tokenizer": "STUDENT", "generation_config": None}  # see VllmEngine
@@ -32,16 +31,13 @@ class VllmGenerator(Generator):
     """Generates completions with vLLM. Its prefix cache lives until the weights change.
 
     On a CPU vLLM claims the memory and threads of its process: use `xtk.rollouts.subprocess_generator` there.
-
-    Args:
-        config: the model. Option `engine`: arguments of `vllm.LLM`, a mapping or `name=value` words.
+    `config`: the model. Option `engine`: arguments of `vllm.LLM`, a mapping or `name=value` words.
     """
 
     has_engine_options: ClassVar[bool] = True
 
     def __init__(self, config: BackendConfig) -> None:
-        # In this process, weights are passed in memory.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a process fewer
         self._tokenizer, self._name = config.tokenizer, config.model.name
         settings = {
             "max_logprobs": -1,  # any number
@@ -72,7 +68,7 @@ class VllmGenerator(Generator):
             raise XtkError(
                 "the vLLM engine cannot generate: its weights were freed by sleep() and not loaded again",
                 where=self._name,
-                hint="call wake_up(), then update_weights(weights)",
+                hint="call wake_up(), then update_weights(folder)",
             )
         check_temperature(sampling)
         if not requests:
@@ -85,30 +81,16 @@ class VllmGenerator(Generator):
         )
         return [self._completion(output.outputs[0], sampling, num_top_ids) for output in outputs]
 
-    def update_weights(self, weights: str | Path | Iterable[tuple[str, Any]]) -> None:
-        """Load new weights and clear the prefix cache.
-
-        Args:
-            weights: a folder that all workers see, or pairs of name and tensor, read one by one.
-        """
+    def update_weights(self, folder: Path) -> None:
+        """Load weights from a folder that all workers see; clear the prefix cache."""
         if self._asleep:
             raise XtkError(
                 "the weights of the vLLM engine cannot be updated while it sleeps",
                 where=self._name,
                 hint="call wake_up() first",
             )
-        if isinstance(weights, str | Path):
-            self._names.check_complete(WeightNames.from_folder(Path(weights)), str(weights))
-            self._reload(weights_path=str(weights))
-        elif self._in_process():
-            seen: set[str] = set()
-            self._reload(weights_iterator=_record_names(with_tied_head(weights), seen))
-            self._names.check_complete(WeightNames(frozenset(seen)), "the new weights")
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                save_weights(weights, Path(folder))
-                self.update_weights(folder)
-            return
+        self._names.check_complete(WeightNames.from_folder(folder), str(folder))
+        self._reload(folder)
         if self._weights_missing:  # after a sleep: the new weights are loaded before the memory of the cache is taken
             self._engine.llm.wake_up(tags=["kv_cache"])
             self._weights_missing = False
@@ -170,9 +152,9 @@ class VllmGenerator(Generator):
             self._tokenizer,
         )
 
-    def _reload(self, **weights: Any) -> None:
+    def _reload(self, folder: Path) -> None:
         try:
-            self._engine.llm.collective_rpc("reload_weights", kwargs=weights)
+            self._engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         except Exception as error:
             raise self._engine.error("vLLM cannot load the new weights of the student", error) from error
 
@@ -183,15 +165,3 @@ class VllmGenerator(Generator):
                 where=self._name,
                 hint="wait until all generation requests are finished before update_weights()",
             )
-
-    def _in_process(self) -> bool:
-        from vllm.v1.engine.core_client import InprocClient
-
-        engine = self._engine.llm.llm_engine
-        return isinstance(engine.engine_core, InprocClient) and engine.vllm_config.parallel_config.world_size == 1
-
-
-def _record_names(weights: Iterable[tuple[str, Any]], seen: set[str]) -> Iterator[tuple[str, Any]]:
-    for name, weight in weights:
-        seen.add(name)
-        yield name, weight.detach()

@@ -36,7 +36,6 @@ from xtk.runs.folder import (
     TRAINER_FOLDER,
     file_entries,
     fsync_and_hash,
-    prefix_entry,
     read_run_manifest,
     verify_files,
     write_run_manifest,
@@ -124,30 +123,21 @@ def _remove_bests(output: Path, new: int) -> None:
 
 
 class CheckpointSaver:
-    """Writes and loads checkpoints and the finished student; all processes call its methods together (collective).
-
-    Args:
-        model: a transformers or PEFT model; its parameters may be sharded over processes.
-        tokenizer_folder: folder with the tokenizer files, which are copied.
-        start_token: start token of the written tokenizers; see `copy_tokenizer_files`.
-        averages: EMA weights by parameter name, sharded like the parameters.
-        parallel: the parallel layout, as text. Random states are restored only if it is the same.
-        merge_adapter: called with (adapter folder, output folder), writes the merged student; None: no adapter, or one
-            that cannot be merged.
-        run_fingerprint: fingerprint of the run, stored in its checkpoints.
-    """
+    """Writes and loads checkpoints and the finished student; all processes call its methods together (collective)."""
 
     def __init__(
         self,
-        model: Any,
+        model: Any,  # a transformers or PEFT model; its parameters may be sharded over processes
         optimizer: torch.optim.Optimizer,
-        tokenizer_folder: Path,
+        tokenizer_folder: Path,  # folder with the tokenizer files, which are copied
         *,
-        start_token: str = AUTO_START,
-        averages: Mapping[str, Tensor] | None = None,
-        parallel: str = "",
+        start_token: str = AUTO_START,  # start token of the written tokenizers; see `copy_tokenizer_files`
+        averages: Mapping[str, Tensor] | None = None,  # EMA weights by parameter name, sharded like the parameters
+        parallel: str = "",  # the parallel layout, as text. Random states are restored only if it is the same.
+        # called with (adapter folder, output folder), writes the merged student; None: no adapter, or one that cannot
+        # be merged
         merge_adapter: Callable[[Path, Path], None] | None = None,
-        run_fingerprint: str = "",
+        run_fingerprint: str = "",  # fingerprint of the run, stored in its checkpoints
     ) -> None:
         self._merge, self._run = merge_adapter, run_fingerprint
         self._model, self._optimizer = model, optimizer
@@ -161,15 +151,7 @@ class CheckpointSaver:
         self._write_assignment = WriteAssignment(self._trained)
 
     def write_checkpoint(self, output: Path, step: int, trainer_state: dict[str, Any]) -> None:
-        """Write `checkpoint-STEP` atomically: under a temporary name, fsynced, then renamed.
-
-        Args:
-            output: the run folder, on storage that all processes share.
-            trainer_state: counters of the run, stored in the manifest.
-
-        Raises:
-            CorruptError: the main process does not see the file of another process.
-        """
+        """Write `checkpoint-STEP` atomically: under a temporary name, fsynced, then renamed."""
         temporary, final = output / f"{TEMPORARY_PREFIX}{CHECKPOINT}-{step}", output / f"{CHECKPOINT}-{step}"
         ranks = process_group.world_size()
         try:
@@ -189,9 +171,8 @@ class CheckpointSaver:
                 _check_parts(temporary, ranks)
                 content = {"kind": CHECKPOINT, "step": step, "run_fingerprint": self._run, "num_processes": ranks}
                 kept = {**content, "parallel": self._layout, **trainer_state}
-                if (metrics := prefix_entry(output, METRICS_FILE)) is not None:
+                if (output / METRICS_FILE).is_file():
                     fsync(output / METRICS_FILE)
-                    kept["metrics_file"] = metrics
                 write_run_manifest(temporary, kept, fsync_and_hash(temporary), {TRAINER_FOLDER: parts})
                 fsync(temporary)
                 _replace_folder(temporary, final)
@@ -223,11 +204,7 @@ class CheckpointSaver:
         write_sharded_state(path, pieces, shapes, {"trained": sorted(self._trained)})
 
     def write_model(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Write weights, configuration and unchanged tokenizer files, from the main process (collective).
-
-        Args:
-            dtype: dtype of the written matrices; None: that of training.
-        """
+        """Write weights, configuration and tokenizer files (collective); `dtype`: of matrices, None: as trained."""
         full: dict[str, Tensor] = {}
         gathered: dict[int, Tensor] = {}  # by identity: tied weights stay one tensor
         for name, tensor in self._weights.items():
@@ -305,9 +282,6 @@ class CheckpointSaver:
             folder: the output; an existing folder is removed.
             best_folder: a folder of `write_best`; None: write the current weights.
             dtype: as for `write_model`, for current weights without an adapter.
-
-        Raises:
-            CorruptError: a file of `best_folder` does not match its checksum.
         """
         adapter = folder.with_name(f"{TEMPORARY_PREFIX}adapter")
         place = adapter if self._merge else folder
@@ -332,15 +306,10 @@ class CheckpointSaver:
         """Load optimizer state, EMA weights and random states of this process from a checkpoint.
 
         With another number of processes or another layout, generators are reseeded from seed, step and stream.
-
-        Args:
-            random_stream: processes with equal values sample the same random numbers; None: the rank.
+        `random_stream`: processes with equal values sample the same random numbers; None: the rank.
 
         Returns:
             The content of the checkpoint's `xtk.json`.
-
-        Raises:
-            CorruptError: a file is missing, truncated, or of another model; `find_checkpoint` compares checksums.
         """
         content = read_run_manifest(folder, (CHECKPOINT,))
         state = ShardedStateReader([folder / TRAINER_FOLDER / name for name in rank_files(folder, content)])
@@ -405,11 +374,7 @@ def rank_file_name(rank: int, num_ranks: int) -> str:
 
 
 def rank_files(folder: Path, content: Mapping[str, Any]) -> list[str]:
-    """Return the names of all processes' files in the trainer subfolder of a checkpoint.
-
-    Raises:
-        CorruptError: the manifest does not list all of them, or one is missing.
-    """
+    """Return the names of all processes' files in the trainer subfolder of a checkpoint."""
     listed = content["folders"].get(TRAINER_FOLDER, {})
     names = [
         rank_file_name(rank, content["num_processes"])

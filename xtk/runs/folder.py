@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import xxhash
 
 from xtk.errors import CorruptError, XtkError
-from xtk.files.atomic_files import canonical_json, sha256, write_json
-from xtk.files.output import fsync_folder
+from xtk.files.atomic_files import canonical_json, parse_json_object, sha256, write_json
+from xtk.files.json_validation import check_json
+from xtk.files.output import OutputKind, fsync_folder
 from xtk.files.run_names import CHECKPOINT, RECIPE_FILE, list_checkpoints
-from xtk.files.safe_artifact_files import check_file_name, open_regular_file, read_regular_file
+from xtk.files.safe_artifact_files import check_file_name, regular_file
 
 RUN_MANIFEST, METRICS_FILE, CARD_FILE, ROLLOUTS_FILE = "xtk.json", "metrics.jsonl", "README.md", "rollouts.jsonl"
 TRAINER_FOLDER, ADAPTER_FOLDER = "trainer", "adapter"
@@ -28,12 +29,65 @@ MODEL_FILE_NAMES = re.compile(
     r".+\.(safetensors|safetensors\.index\.json|bin|model|tiktoken|jinja|py)|(config|generation_config|adapter_config|"
     r"tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|tekken|chat_template)\.json|merges\.txt"
 )
-_LISTED_FILE_NAMES = re.compile(r".+\.(safetensors|json|jsonl|jinja|model|tiktoken|txt|py|md|gguf)")
+_LISTED_FILE_NAMES = re.compile(r"(?!xtk\.json$).+\.(safetensors|json|jsonl|jinja|model|tiktoken|txt|py|md)")
 _TRAINER_FILE_NAMES = re.compile(r"rank-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _SUBFOLDER_FILE_NAMES = {TRAINER_FOLDER: _TRAINER_FILE_NAMES, ADAPTER_FOLDER: _LISTED_FILE_NAMES}
-_MAX_JSON_BYTES = 64 << 20  # bytes of a JSON file
-_BLOCK_BYTES, _HASH_THREADS = 1 << 18, 4
+_HASH_THREADS = 4
 _CHANGED_FILE_HINT = "restore the original file from a copy; to edit a student, first copy it with xtk export"
+_Count = Annotated[int, 0, 2**63 - 1]
+
+
+# What is checked of `recipe.json` and `xtk.json`; other keys may have any JSON value.
+class _Student(TypedDict):
+    weights: str
+    tokenizer: str
+    adapter: NotRequired[str]
+
+
+class _Inputs(TypedDict):
+    student: _Student
+
+
+class _Identity(TypedDict):
+    losses: list[str]
+    inputs: _Inputs
+    max_steps: NotRequired[_Count]
+    documents_per_step: NotRequired[_Count]
+    student_model: NotRequired[dict[str, Any]]
+    on_policy: NotRequired[dict[str, object]]
+
+
+class _Recipe(TypedDict):
+    identity: _Identity
+
+
+class _FileEntry(TypedDict):
+    bytes: _Count
+    checksum: str
+
+
+class _Best(TypedDict):
+    step: _Count
+
+
+class _Manifest(TypedDict):
+    kind: str
+    files: dict[str, _FileEntry]
+    folders: dict[str, dict[str, _FileEntry]]
+    step: NotRequired[_Count]
+    steps: NotRequired[_Count]
+    num_processes: NotRequired[_Count]
+    run_fingerprint: NotRequired[str]
+    parallel: NotRequired[str]
+    best: NotRequired[_Best]
+    recipe: NotRequired[_Identity]
+    metrics: NotRequired[dict[str, float]]
+
+
+class _StudentManifest(TypedDict):
+    steps: _Count
+    recipe: _Identity
+    metrics: dict[str, float]
 
 
 def run_and_step_of_checkpoint(folder: Path) -> tuple[Path, int] | None:
@@ -48,17 +102,12 @@ def run_and_step_of_checkpoint(folder: Path) -> tuple[Path, int] | None:
 
 def write_recipe(
     folder: Path,
-    options: Mapping[str, Any],
-    identity: Mapping[str, Any],
+    options: Mapping[str, Any],  # by their names in a configuration file
+    identity: Mapping[str, Any],  # the values and fingerprints that identify a run; no paths
+    # fingerprints of what the run is evaluated on, by option; they do not affect the student
     evaluation: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `recipe.json`: the options of a run in the form of `--config`, and the identity of the run.
-
-    Args:
-        options: by their names in a configuration file.
-        identity: the values and fingerprints that identify a run; no paths.
-        evaluation: fingerprints of what the run is evaluated on, by option; they do not affect the student.
-    """
+    """Write `recipe.json`: the options of a run in the form of `--config`, and the identity of the run."""
     stated = {**identity, EVALUATION_KEY: dict(evaluation or {})}
     write_json(folder / RECIPE_FILE, {**options, "kind": RECIPE_KIND, "version": RECIPE_VERSION, "identity": stated})
 
@@ -80,14 +129,7 @@ def add_evaluation(folder: Path, evaluation: Mapping[str, str]) -> None:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the run identity in a recipe.
-
-    Args:
-        path: of the run folder, or of the recipe.
-
-    Raises:
-        CorruptError: it is not valid.
-    """
+    """Return the run identity in a recipe; `path`: of the run folder, or of the recipe."""
     file = path / RECIPE_FILE if path.is_dir() else path
     if not file.is_file():
         raise XtkError(
@@ -99,11 +141,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def identity_in_recipe(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the run identity in the content of a recipe, also if it was written as YAML.
-
-    Raises:
-        CorruptError: it is not valid.
-    """
+    """Return the run identity in the content of a recipe, also if it was written as YAML."""
     if not is_recipe(content):
         raise XtkError(
             "this recipe.json was not written by xtk distill",
@@ -117,33 +155,14 @@ def identity_in_recipe(content: Mapping[str, Any], where: str) -> dict[str, Any]
             where=where,
             hint="train it again: xtk distill ... -o FOLDER --force",
         )
-    identity = content.get("identity")
-    if not isinstance(identity, dict) or not _is_identity(identity):
-        raise CorruptError(
-            "this recipe of xtk distill does not contain a valid run identity",
-            where=where,
-            hint="restore the original file, or train again into another folder",
-        )
+    identity: Any = content.get("identity")
+    check_json({"identity": identity}, _Recipe, where, "restore the original file, or train again into another folder")
     return {key: value for key, value in identity.items() if key != EVALUATION_KEY}
 
 
 def is_recipe(content: Mapping[str, Any]) -> bool:
     """Return whether the content of a file is a recipe of `xtk distill`, of any version."""
     return content.get("kind") == RECIPE_KIND
-
-
-def _is_identity(content: Mapping[str, Any]) -> bool:
-    losses, inputs = content.get("losses"), content.get("inputs")
-    student = inputs.get("student") if isinstance(inputs, dict) else None
-    return (
-        isinstance(losses, list)
-        and all(isinstance(loss, str) for loss in losses)
-        and isinstance(student, dict)
-        and all(isinstance(file, str) for file in student.values())
-        and {"weights", "tokenizer"} <= set(student)
-        and all(_is_count(content.get(name, 0)) for name in ("max_steps", "documents_per_step"))
-        and all(isinstance(content.get(name, {}), dict) for name in ("student_model", "on_policy"))
-    )
 
 
 def run_fingerprint(identity: Mapping[str, Any]) -> str:
@@ -155,11 +174,7 @@ def run_fingerprint(identity: Mapping[str, Any]) -> str:
 
 
 def file_entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return size and checksum of files directly inside a folder, by name; several threads read them.
-
-    Raises:
-        CorruptError: a file is not a regular file.
-    """
+    """Return size and checksum of files directly inside a folder, by name; several threads read them."""
     with ThreadPoolExecutor(_HASH_THREADS) as threads:
         listed = sorted(names)
         return dict(zip(listed, threads.map(lambda name: _file_entry(folder, name), listed), strict=True))
@@ -169,7 +184,7 @@ def listed_file_names(folder: Path, kind: re.Pattern[str] = _LISTED_FILE_NAMES) 
     """Return the names of the files in a folder that belong into its manifest."""
     names = []
     for path in folder.iterdir():
-        if path.name != RUN_MANIFEST and path.is_file():
+        if path.is_file():
             try:
                 names.append(check_file_name(path.name, [kind], where=""))
             except CorruptError:
@@ -185,38 +200,20 @@ def fsync_and_hash(folder: Path) -> dict[str, dict[str, Any]]:
         return entries.result()
 
 
-def prefix_entry(folder: Path, name: str, size: int | None = None) -> dict[str, Any] | None:
-    """Return size and checksum of a file, or of its first `size` bytes; None if it does not exist."""
-    try:
-        return _file_entry(folder, name, size)
-    except FileNotFoundError:
-        return None
-
-
-def _file_entry(folder: Path, name: str, size: int | None = None) -> dict[str, Any]:
-    checksum, count = xxhash.xxh3_64(), 0
-    block = memoryview(bytearray(_BLOCK_BYTES))
-    with os.fdopen(open_regular_file(folder, name), "rb", buffering=0) as stream:
-        left = os.fstat(stream.fileno()).st_size if size is None else size
-        while left > 0 and (num_bytes := stream.readinto(block[: min(left, _BLOCK_BYTES)])):
-            checksum.update(block[:num_bytes])
-            count += num_bytes
-            left -= num_bytes
-    return {"bytes": count, "checksum": f"xxh3:{checksum.hexdigest()}"}
+def _file_entry(folder: Path, name: str) -> dict[str, Any]:
+    with regular_file(folder, name).open("rb", buffering=0) as stream:
+        algorithm: Any = xxhash.xxh3_64
+        checksum = hashlib.file_digest(stream, algorithm).hexdigest()
+        return {"bytes": stream.tell(), "checksum": f"xxh3:{checksum}"}
 
 
 def write_run_manifest(
     folder: Path,
-    content: Mapping[str, Any],
-    files: Mapping[str, Mapping[str, Any]],
+    content: Mapping[str, Any],  # `kind` and other fields
+    files: Mapping[str, Mapping[str, Any]],  # size and checksum of each file in the folder, from `file_entries`
     folders: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None,
 ) -> dict[str, Any]:
-    """Write `xtk.json`, the last file of a folder, and return its content; a folder without it is unfinished.
-
-    Args:
-        content: `kind` and other fields.
-        files: size and checksum of each file in the folder, from `file_entries`.
-    """
+    """Write `xtk.json`, the last file of a folder, and return its content; a folder without it is unfinished."""
     whole = {**content, "version": VERSION, "files": files, "folders": folders or {}}
     whole["checksum"] = sha256(canonical_json(whole))
     write_json(folder / RUN_MANIFEST, whole)
@@ -224,15 +221,7 @@ def write_run_manifest(
 
 
 def read_run_manifest(folder: Path, kinds: Collection[str] = ()) -> dict[str, Any]:
-    """Return the content of `xtk.json` after checking its checksum and the types of all fields.
-
-    Args:
-        folder: of a student, a checkpoint, best weights or an export.
-        kinds: allowed kinds; empty: all.
-
-    Raises:
-        CorruptError: it is missing, corrupt, or of another kind.
-    """
+    """Return the content of `xtk.json` after checking its checksum and the types of all fields."""
     path = folder / RUN_MANIFEST
     try:
         content = _read_json_object(path)
@@ -260,49 +249,18 @@ def read_run_manifest(folder: Path, kinds: Collection[str] = ()) -> dict[str, An
             where=str(path),
             hint=f"use the folder of a {' or '.join(kinds) or 'run'} of xtk distill",
         )
-    if not _is_valid_manifest(content, str(path)):
-        raise CorruptError(
-            "the manifest of this folder contains an invalid value", where=str(path), hint=_CHANGED_FILE_HINT
-        )
-    return content
-
-
-def _is_valid_manifest(content: Mapping[str, Any], where: str) -> bool:
-    folders = content.get("folders")
-    if not isinstance(folders, dict) or not set(folders) <= set(_SUBFOLDER_FILE_NAMES):
-        return False
-    for files, kind in (
-        (content.get("files"), _LISTED_FILE_NAMES),
-        *((folders[name], _SUBFOLDER_FILE_NAMES[name]) for name in folders),
+    check_json(content, _Manifest, str(path), _CHANGED_FILE_HINT)
+    if content["kind"] == "student":
+        check_json(content, _StudentManifest, str(path), _CHANGED_FILE_HINT)
+    for name in content["folders"]:
+        check_file_name(name, list(_SUBFOLDER_FILE_NAMES), where=str(path))
+    for files, pattern in (
+        (content["files"], _LISTED_FILE_NAMES),
+        *((files, _SUBFOLDER_FILE_NAMES[name]) for name, files in content["folders"].items()),
     ):
-        if not isinstance(files, dict):
-            return False
-        for name, entry in files.items():
-            check_file_name(name, [kind], where=where)
-            if name == RUN_MANIFEST or not _is_file_entry(entry):
-                return False
-    types: dict[str, type] = {"run_fingerprint": str, "parallel": str}
-    counts = ("step", "steps", "num_processes")
-    if "best" in content and not (isinstance(content["best"], dict) and _is_count(content["best"].get("step"))):
-        return False
-    if "recipe" in content and not (isinstance(content["recipe"], dict) and _is_identity(content["recipe"])):
-        return False
-    metrics = content.get("metrics", {})
-    if not isinstance(metrics, dict) or not all(isinstance(value, int | float) for value in metrics.values()):
-        return False
-    if content["kind"] == "student" and not {"steps", "recipe", "metrics"} <= set(content):
-        return False
-    return all(isinstance(content[name], kind) for name, kind in types.items() if name in content) and all(
-        _is_count(content[name]) for name in counts if name in content
-    )
-
-
-def _is_file_entry(entry: object) -> bool:
-    return isinstance(entry, dict) and _is_count(entry.get("bytes")) and isinstance(entry.get("checksum"), str)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
+        for name in files:
+            check_file_name(name, [pattern], where=str(path))
+    return content
 
 
 def verify_files(
@@ -314,9 +272,6 @@ def verify_files(
         content: returned by `read_run_manifest`.
         excluded: names of files that are not checked.
         subset: (n, of): compare checksums only of every `of`-th file from the n-th, the largest files first.
-
-    Raises:
-        CorruptError: names the first file that does not match.
     """
     listed = [(folder, name, entry) for name, entry in content["files"].items() if name not in excluded]
     for name, files in content["folders"].items():
@@ -341,14 +296,31 @@ def verify_files(
 
 
 def check_listed_files(folder: Path, content: Mapping[str, Any]) -> None:
-    """Check that the files of a manifest exist, and that weights have their sizes, without reading them.
-
-    Raises:
-        CorruptError: names the first file that is missing or has another size.
-    """
+    """Check that the files of a manifest exist, and that weights have their sizes, without reading them."""
     for name, entry in content["files"].items():
-        if name.endswith((".safetensors", ".gguf")) or not (folder / name).is_file():
+        if name.endswith(".safetensors") or not (folder / name).is_file():
             _check_size(folder, name, entry)
+
+
+def model_folder_kind(kind: str, name: str) -> OutputKind[dict[str, Any]]:
+    """Return a kind of output: model folders with a manifest of this kind, which contains their request."""
+
+    def is_own(folder: Path) -> bool:
+        return (folder / RUN_MANIFEST).is_file() and _read_json_object(folder / RUN_MANIFEST).get("kind") == kind
+
+    def finished(output: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+        content = read_run_manifest(output, (kind,))
+        previous = content.get("request") or {}
+        if different := [key for key, value in request.items() if previous.get(key) != value]:
+            raise XtkError(
+                f"the output folder has {name} with other options or inputs",
+                where=f"{output} (different: {', '.join(different)})",
+                hint="use another -o, or --force to replace it",
+            )
+        check_listed_files(output, content)
+        return content
+
+    return OutputKind(name, is_own, finished, is_folder=True)
 
 
 def _unlisted_files(folder: Path, content: Mapping[str, Any]) -> Iterator[Path]:
@@ -365,15 +337,13 @@ def _unlisted_files(folder: Path, content: Mapping[str, Any]) -> Iterator[Path]:
 
 def _check_size(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
     try:
-        descriptor = open_regular_file(folder, name)
+        size = regular_file(folder, name).stat().st_size
     except FileNotFoundError:
         raise CorruptError(
             "this file is listed in the manifest, but it is missing",
             where=str(folder / name),
             hint=_CHANGED_FILE_HINT,
         ) from None
-    with os.fdopen(descriptor, "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
     if size != entry["bytes"]:
         raise CorruptError(
             f"this file has {size:,} bytes, but must have {entry['bytes']:,} according to the manifest",
@@ -388,22 +358,5 @@ def _check_checksum(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CorruptError: not a JSON object.
-    """
-    try:
-        content = json.loads(read_regular_file(path.parent, path.name, _MAX_JSON_BYTES).decode())
-    except (ValueError, RecursionError) as failure:
-        raise CorruptError(
-            f"this file is not JSON: {failure!s:.200}", where=str(path), hint=_CHANGED_FILE_HINT
-        ) from None
-    if not isinstance(content, dict):
-        raise CorruptError(
-            "this file must contain a JSON object, but contains another JSON value",
-            where=str(path),
-            hint=_CHANGED_FILE_HINT,
-        )
-    return content
+    """Return the JSON object in a file."""
+    return parse_json_object(regular_file(path.parent, path.name).read_bytes(), str(path), _CHANGED_FILE_HINT)

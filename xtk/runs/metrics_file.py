@@ -29,17 +29,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class MetricsFile:
-    """Writer of JSON lines, one per logged step.
-
-    Args:
-        last_step: the step from which the run resumes; lines of later steps are removed. -1: all.
-    """
+    """Writer of JSON lines, one per logged step; lines after step `last_step`, at which a run resumes, are removed."""
 
     def __init__(self, path: Path, last_step: int) -> None:
         self.path = path
         kept = [record for record in read_metrics(path) if record.get("step", 0) <= last_step]
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in kept]
-        with atomic_write(path) as temporary:  # checkpoints store its checksum: a kill must not truncate it
+        with atomic_write(path) as temporary:  # a kill must not truncate it
             temporary.write_text("".join(lines), encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -50,11 +46,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file; none if there is no file.
-
-    Raises:
-        CorruptError: a line before the last one is not a JSON object.
-    """
+    """Return the records of a metrics file; none if there is no file."""
     return read_json_lines(path)
 
 

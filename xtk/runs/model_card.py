@@ -18,17 +18,11 @@ _IN_FIRST_TABLE = ("losses", "inputs")
 
 @dataclass(frozen=True)
 class Provenance:
-    """Base model, teachers and data of a student.
+    """Base model, teachers and data of a student."""
 
-    Attributes:
-        student: Hugging Face Hub id or folder name of the base model.
-        teachers: metadata of each teacher, as in cache headers.
-        data: fingerprints of the data.
-    """
-
-    student: str = ""
-    teachers: Sequence[Mapping[str, Any]] = ()
-    data: Sequence[str] = ()
+    student: str = ""  # Hugging Face Hub id or folder name of the base model
+    teachers: Sequence[Mapping[str, Any]] = ()  # metadata of each teacher, as in cache headers
+    data: Sequence[str] = ()  # fingerprints of the data
 
 
 def public_model_name(folder: Path) -> str:
@@ -37,13 +31,7 @@ def public_model_name(folder: Path) -> str:
 
 
 def model_card(provenance: Provenance, manifest: Mapping[str, Any], first_metrics: Mapping[str, Any]) -> str:
-    """Return the model card, in Markdown with YAML front matter.
-
-    Args:
-        provenance: base model, teachers and data.
-        manifest: content of `xtk.json`.
-        first_metrics: the first logged metrics of the run.
-    """
+    """Return the model card, in Markdown with YAML front matter."""
     recipe, after = manifest["recipe"], manifest["metrics"]
     per_step = manifest.get("documents_per_step", recipe["documents_per_step"])
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation",

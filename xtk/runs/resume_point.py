@@ -17,12 +17,10 @@ from xtk.files.run_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.parallel import process_group
 from xtk.runs.checkpoint import STUDENT, rank_files
 from xtk.runs.folder import (
-    METRICS_FILE,
     RUN_MANIFEST,
     add_evaluation,
     check_listed_files,
     is_recipe,
-    prefix_entry,
     read_evaluation,
     read_recipe,
     read_run_manifest,
@@ -40,11 +38,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _find_finished_run(output: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the content of `xtk.json` of a finished run; None if it is unfinished. Changes no file.
-
-    Raises:
-        CorruptError: the manifest of a finished run is corrupt, or a weights file has the wrong size.
-    """
+    """Return the content of `xtk.json` of a finished run; None if it is unfinished. Changes no file."""
     recipe = read_recipe(output)
     if recipe != identity:
         differences = list(_differences(recipe, identity))
@@ -75,11 +69,7 @@ def _shorten(value: Any) -> str:
 
 
 def _finished(output: Path) -> dict[str, Any]:
-    """Return the content of `xtk.json` of a finished run.
-
-    Raises:
-        CorruptError: the manifest is corrupt, or a weights file has the wrong size.
-    """
+    """Return the content of `xtk.json` of a finished run."""
     try:
         content = read_run_manifest(output, (STUDENT,))
         check_listed_files(output, content)
@@ -134,13 +124,6 @@ def prepare_run_folder(
     """Create a run folder, or remove temporary files of a killed run; with `force`, move an old folder aside.
 
     The folder is locked by this process.
-
-    Args:
-        options: command-line options, stored in `recipe.json`.
-        identity: the run's options and input fingerprints.
-        resumed: the checkpoint that the run continues from.
-        force: move aside what is in the folder.
-        evaluation: fingerprints of what the run is evaluated on, by option.
     """
     if force:
         move_folder_aside(output)
@@ -167,17 +150,11 @@ def prepare_run_folder(
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint from which a run resumes.
+    """The checkpoint from which a run resumes."""
 
-    Attributes:
-        step: completed steps; 0: the run starts from the beginning.
-        folder: the checkpoint folder; None: the run starts from the beginning.
-        damaged: later checkpoints that are corrupt.
-    """
-
-    step: int = 0
-    folder: Path | None = None
-    damaged: tuple[Path, ...] = ()
+    step: int = 0  # completed steps; 0: the run starts from the beginning
+    folder: Path | None = None  # the checkpoint folder; None: the run starts from the beginning
+    damaged: tuple[Path, ...] = ()  # later checkpoints that are corrupt
 
 
 def find_checkpoint(output: Path, identity: Mapping[str, Any], *, needs_best: bool) -> ResumePoint:
@@ -191,7 +168,7 @@ def find_checkpoint(output: Path, identity: Mapping[str, Any], *, needs_best: bo
         needs_best: whether the run uses early stopping, so that the best weights so far are needed too.
 
     Raises:
-        CorruptError: all checkpoints are corrupt, or the metrics file is.
+        CorruptError: all checkpoints are corrupt.
     """
     checkpoints = process_group.all_gather_object(list_checkpoints(output))[0]
     run, damaged, failure = run_fingerprint(identity), list[Path](), None
@@ -200,8 +177,6 @@ def find_checkpoint(output: Path, identity: Mapping[str, Any], *, needs_best: bo
             filter(None, process_group.all_gather_object(_problem(output, step, folder, run, best=needs_best))), None
         )
         if failure is None:
-            if process_group.is_main_process():
-                _check_metrics(output, folder)
             return ResumePoint(step, folder, tuple(damaged))
         if not isinstance(failure, CorruptError):
             raise failure
@@ -255,20 +230,3 @@ def _problem(output: Path, step: int, folder: Path, run: str, *, best: bool) -> 
             f"the checkpoint cannot be read: {failure.strerror}", where=str(failure.filename or folder), hint=SKIP_HINT
         )
     return None
-
-
-def _check_metrics(output: Path, folder: Path) -> None:
-    """Check that the metrics file still begins with the lines that it had when a checkpoint was written.
-
-    Raises:
-        CorruptError: these lines have changed. A missing file is not an error.
-    """
-    stated = read_run_manifest(folder).get("metrics_file")
-    size = stated.get("bytes") if isinstance(stated, dict) else None
-    entry = prefix_entry(output, METRICS_FILE, size) if isinstance(size, int) else None
-    if entry is not None and entry != stated:
-        raise CorruptError(
-            f"the metrics file has changed since {folder.name} was written",
-            where=str(output / METRICS_FILE),
-            hint="restore the file from a backup, or move it away to resume without the earlier metrics",
-        )

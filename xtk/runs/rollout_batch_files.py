@@ -90,14 +90,7 @@ def _rollout_checksum(place: str, record: Mapping[str, Any]) -> str:
 
 
 def read_rollouts(path: Path, run: str, prompts: Sequence[Prompt]) -> list[Rollout]:
-    """Return the rollouts in a file.
-
-    Args:
-        run: fingerprint of the run that wrote it.
-
-    Raises:
-        CorruptError: a record does not match its checksum, which covers its place in the file of this run.
-    """
+    """Return the rollouts in a file that the run of fingerprint `run` wrote."""
     try:
         records = [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
         stated = [record.pop("checksum") for record in records]

@@ -32,17 +32,11 @@ SKIP_HINT = "move this checkpoint out of the run folder to resume from an earlie
 
 @dataclass(frozen=True, order=True)
 class TensorBlock:
-    """A rectangular block of a tensor.
-
-    Attributes:
-        name: name of the tensor.
-        start: offset in the full tensor, one number per dimension.
-        size: size, one number per dimension.
-    """
+    """A rectangular block of a tensor."""
 
     name: str
-    start: tuple[int, ...]
-    size: tuple[int, ...]
+    start: tuple[int, ...]  # offset in the full tensor, one number per dimension
+    size: tuple[int, ...]  # size, one number per dimension
 
     def slices_within(self, start: Sequence[int]) -> tuple[slice, ...]:
         """Return the slices of this block within a block of the same tensor that begins at `start`."""
@@ -114,13 +108,18 @@ def _contiguous_runs(index: Tensor) -> list[tuple[int, int, int]]:
 
 
 @torch.no_grad()
-def read_model_shards(module: nn.Module, model: Any, folder: Path, device: torch.device) -> None:
-    """Allocate the tensors of a sharded model that has none, and read this process's shards (collective).
-
-    Args:
-        module: the module that is sharded, which contains the model.
-        model: a model that was loaded on the meta device from `folder`.
-    """
+def read_model_shards(
+    module: nn.Module,  # the module that is sharded, which contains the model
+    model: Any,  # a model that was loaded on the meta device from `folder`
+    folder: Path,
+    device: torch.device,  # of the weights; offloaded ones are on the CPU
+    buffer_device: torch.device,  # where the model computes; FSDP does not move buffers later
+) -> None:
+    """Allocate the tensors of a sharded model that has none, and read this process's shards (collective)."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[name] = torch.empty_like(buffer, device=buffer_device)
     apply: Any = module._apply
     apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     files = {name: path for path in weight_files(folder) for name in read_file_header(path)}
@@ -140,9 +139,7 @@ class WriteAssignment:
     """Assigns blocks to processes: a block that several processes have is written by one of them, in turn.
 
     Creating one is a collective operation.
-
-    Args:
-        tensors: tensors by name; others with the same sharding (optimizer state, EMA) are assigned like them.
+    `tensors`: tensors by name; others with the same sharding (optimizer state, EMA) are assigned like them.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -173,11 +170,7 @@ def write_sharded_state(
     shapes: Mapping[str, Sequence[int]],
     header: dict[str, Any],
 ) -> None:
-    """Write the blocks of this process.
-
-    Args:
-        shapes: full shape of each tensor, by name.
-    """
+    """Write the blocks of this process, and the full shape of each tensor."""
     tensors, entries = {}, {}
     for box, tensor in blocks:
         key = box.name if box.name not in tensors else f"{box.name}@{','.join(map(str, box.start))}"
@@ -198,11 +191,7 @@ class _Stored:
 
 
 class ShardedStateReader:
-    """Reads tensors from the files of all processes.
-
-    Raises:
-        CorruptError: a file is truncated, or has no xtk header.
-    """
+    """Reads tensors from the files of all processes."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.headers: list[dict[str, Any]] = []
@@ -228,11 +217,7 @@ class ShardedStateReader:
         return self._blocks[name][0].shape == ()
 
     def read(self, name: str, sharded_like: Tensor) -> Tensor:
-        """Return a tensor, sharded like another one and on its device.
-
-        Raises:
-            CorruptError: values are missing, or the shape differs.
-        """
+        """Return a tensor, sharded like another one and on its device."""
         stored = self._blocks.get(name, [])
         if not stored or stored[0].shape != tuple(sharded_like.shape):
             where = str(next(iter(self._files)).parent)

@@ -24,16 +24,11 @@ class TeacherConfig(BackendConfig):
 
 
 class TeacherBackend(Backend, ABC):
-    """A teacher model that returns log-probabilities of documents. It is opened with a `TeacherConfig`.
+    """A teacher model that returns log-probabilities of documents. It is opened with a `TeacherConfig`."""
 
-    Attributes:
-        support_kinds: the supported kinds of support.
-        entropy_kind: "exact", or "lower bound" if only the top tokens of a distribution are known.
-        report_tokens: is called with the number of tokens of each batch that is scored, for a progress bar.
-    """
-
-    support_kinds: ClassVar[frozenset[str]]
-    entropy_kind: ClassVar[str] = "lower bound"
+    support_kinds: ClassVar[frozenset[str]]  # the supported kinds of support
+    entropy_kind: ClassVar[str] = "lower bound"  # "exact"; "lower bound": only the top tokens are known
+    # Is called with the number of tokens of each batch that is scored, for a progress bar.
     report_tokens: Callable[[int], None] = staticmethod(lambda count: None)
 
     @abstractmethod
@@ -69,3 +64,6 @@ class TeacherBackend(Backend, ABC):
 
     def wake_up(self) -> None:
         """Take the device again."""
+
+    def close(self) -> None:
+        """Stop an engine and release its memory; nothing to do for others."""

@@ -66,11 +66,7 @@ def check_cache_request(request: CacheRequest) -> None:
 
 
 def open_teacher(request: CacheRequest, tokenizer: Tokenizer, weights: str = "") -> TeacherBackend:
-    """Return the opened teacher: loaded, or connected to its servers.
-
-    Args:
-        weights: identity of its weights in the header of the cache; "": not compared.
-    """
+    """Return the opened teacher: loaded, or connected to servers; its weights are `weights`, "": not compared."""
     backend = load_registered(BACKENDS, request.backend, "backend")
     teacher: TeacherBackend = backend(
         TeacherConfig(
@@ -144,11 +140,7 @@ def compose_cache_header(
     weights: str,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the header of a cache, from a request or of log-probabilities from elsewhere.
-
-    Args:
-        options: further options that affect the content.
-    """
+    """Return the header of a cache, from a request or of log-probabilities from elsewhere."""
     sampling = {"num_samples": support.num_samples, "num_sample_sets": support.num_sample_sets, "seed": support.seed}
     parameters: dict[str, dict[str, Any]] = {
         "top-k": {"top_k": support.top_k},

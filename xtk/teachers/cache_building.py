@@ -167,17 +167,14 @@ WriteShards = Callable[[list[int], Callable[[int], None]], Iterator[tuple[int, d
 
 def cache_teacher(
     request: CacheRequest,
-    corpus: Corpus,
+    corpus: Corpus,  # the documents, read twice: once to plan, once to score
     location: str | Path,
     *,
     force: bool = False,
+    # the part that this run writes, and the number of processes; None: everything, in this process
     partition: CachePartition | None = None,
 ) -> dict[str, Any] | None:
     """Score a corpus with a teacher into a cache, and return its figures; finished shards of a killed run are kept.
-
-    Args:
-        corpus: the documents, read twice: once to plan, once to score.
-        partition: the part that this run writes, and the number of processes; None: everything, in this process.
 
     Returns:
         `documents`, `positions`, `tokens`, `bytes` and `teacher_bits_per_byte` of the finished cache; None while shards
@@ -191,8 +188,6 @@ def cache_teacher(
             "--force cannot be combined with --num-machines: it would move shards of other machines",
             hint="move the folder away, then start all machines without --force",
         )
-    if partition.num_processes > 1 and request.backend_options.get("engine", {}).get("tp_size", 1) != 1:
-        raise XtkError("--num-processes cannot be combined with --engine tp_size", hint="remove one of these options")
     folder = open_folder(location)
     folder.check_as_output("a cache", (request.teacher.folder, *corpus.sources), force=force)
     tokenizer = request.teacher_tokenizer()
@@ -274,7 +269,10 @@ def _open_shard_writer(
             teacher.report_tokens = report_tokens
             return job.run(teacher, tokenizer, numbers)
 
-        yield write
+        try:
+            yield write
+        finally:
+            teacher.close()  # `evaluate` loads the student after that
 
 
 def _write_missing_shards(

@@ -87,15 +87,11 @@ def make_shard_plan(
     sharding: ShardingOptions,
     corpus: Corpus,
     tokenizer: Tokenizer,
+    # called with every document in the form that will be cached
     on_document: Callable[[Document, TokenSequence], object] | None = None,
-    log_prefix: str = "cache-teacher",
+    log_prefix: str = "cache-teacher",  # prefix of notes, the command; "": no notes, if they are already printed
 ) -> ShardPlan:
-    """Read the data once, and return the assignment of its documents to shards; print notes on unusual data.
-
-    Args:
-        on_document: called with every document in the form that will be cached.
-        log_prefix: prefix of notes, the command; "": no notes, if they are already printed.
-    """
+    """Read the data once, and return the assignment of its documents to shards; print notes on unusual data."""
     fingerprint = CorpusFingerprint()
     plan = ShardPlan(sharding.shard_tokens, np.zeros(tokenizer.embedding_rows, np.int64))
     plan.optional_columns = [name for name in OPT_IN_FIELDS if name in corpus.columns]

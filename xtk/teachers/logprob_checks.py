@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from xtk.cache.codec.quantization_levels import min_observed_logprob
 from xtk.cache.teacher_document import TeacherDocument
-from xtk.cache.teacher_logprobs import StoredLogprobs, Support
+from xtk.cache.teacher_logprobs import StoredLogprobs, Support, entry_keys
 from xtk.errors import XtkError
 
 # Error of half-precision arithmetic in log-probabilities and in sums of probabilities.
@@ -26,18 +26,13 @@ def check_scored_document(
     scored: TeacherDocument,
     where: str,
     *,
-    vocab_size: int | None = None,
-    support: Support | None = None,
+    vocab_size: int | None = None,  # U, all ids are below it; None: any
+    support: Support | None = None,  # the requested support; None: samples are not counted
     precision: str = "float32",
+    # what to do about invalid shapes or ids ("arrays"), values ("values") and logits ("logits")
     hints: Mapping[str, str] = BACKEND_HINTS,
 ) -> None:
-    """Refuse log-probabilities that are not valid distributions.
-
-    Args:
-        vocab_size: U, all ids are below it; None: any.
-        support: the requested support; None: samples are not counted.
-        hints: what to do about invalid shapes or ids ("arrays"), values ("values") and logits ("logits").
-    """
+    """Refuse log-probabilities that are not valid distributions."""
     scores = scored.stored_logprobs
     if not _arrays_fit_together(scores, scored):
         raise XtkError(
@@ -99,9 +94,9 @@ def _wrong_ids(scores: StoredLogprobs, row: TeacherDocument, width: int | None) 
     for ids, offsets in ((scores.ids, scores.offsets), (scores.sample_ids, scores.sample_offsets)):
         if (ids < 0).any() or (width is not None and (ids >= width).any()):
             return "the teacher returned token ids outside of its vocabulary"
-        if (np.diff(_keys(offsets, ids)) <= 0).any():
+        if (np.diff(entry_keys(offsets, ids)) <= 0).any():
             return "the teacher's backend returned token ids of a position that are not strictly increasing"
-    keys = _keys(scores.offsets, scores.ids)
+    keys = entry_keys(scores.offsets, scores.ids)
     observed_keys = np.arange(len(scores)) << 32 | row.tokens.ids[scores.positions]
     at = np.flatnonzero(np.isin(keys, observed_keys))
     if len(at) != len(scores):
@@ -129,14 +124,8 @@ def _wrong_samples(scores: StoredLogprobs, support: Support | None) -> str | Non
     if (
         sets
         and np.isin(
-            (owner // support.num_sample_sets) << 32 | scores.sample_ids, _keys(scores.offsets, scores.ids)
+            (owner // support.num_sample_sets) << 32 | scores.sample_ids, entry_keys(scores.offsets, scores.ids)
         ).any()
     ):
         return "the teacher's backend sampled token ids whose exact log-probabilities it also returned"
     return None
-
-
-def _keys(offsets: NDArray[np.int64], ids: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return int64 [entries], unique for each range of the offsets and id."""
-    keys: NDArray[np.int64] = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)) << 32 | ids
-    return keys

@@ -34,7 +34,7 @@ from xtk.teachers.cache_build_config import (
 )
 from xtk.teachers.cache_building import check_scored_documents, score_chunks
 from xtk.teachers.cache_shard_planning import Chunk, ShardPlan, chunk_documents, make_shard_plan
-from xtk.teachers.teacher_processes import TeacherJob, WorkerPool
+from xtk.teachers.teacher_processes import EXIT_SECONDS, TeacherJob, WorkerPool
 from xtk.text.document import Document
 from xtk.text.start_tokens import AUTO_START
 from xtk.text.token_sequence import TokenSequence
@@ -102,6 +102,8 @@ class OnlineTeacher:
         self._sharding = sharding_options(request)
         self._plan: ShardPlan | None = None
         self._opened: tuple[int, TeacherBackend] | None = None
+        self._pool: WorkerPool | None = None
+        self._pool_seed = self._pool_longest = 0  # seed of samples, length of the longest document
         self._scored: dict[int, TeacherDocument] = {}
 
     @property
@@ -116,7 +118,7 @@ class OnlineTeacher:
 
     @property
     def needs_subprocess(self) -> bool:
-        """Whether it needs a subprocess, which ends after each block, since it cannot release the device itself."""
+        """Whether it needs a subprocess. On the student's devices it ends after each block to release them."""
         return bool(self.devices) or self._backend.needs_subprocess(self.request.backend_options.get("engine") or {})
 
     def describe_placement(self) -> str:
@@ -146,12 +148,7 @@ class OnlineTeacher:
         return 8 * (3 + (support.top_k or 64) + support.num_samples)
 
     def read_corpus(self, corpus: Corpus, log_prefix: str) -> tuple[list[Document], NDArray[np.int32]]:
-        """Read all data once, and return the documents as they will be scored.
-
-        Returns:
-            The documents, where too long ones are truncated, split or skipped, and int32 [documents], the number of
-            the teacher's tokens of each.
-        """
+        """Read all data once; return the documents as they will be scored, and int32 [documents], their tokens."""
         documents: list[Document] = []
         sizes: list[int] = []
 
@@ -170,15 +167,13 @@ class OnlineTeacher:
         return [chunk for (chunk,) in chunks]
 
     def score(
-        self, parts: Iterable[Sequence[Chunk]], epoch: int, longest: int, student_model: Any = None
+        self,
+        parts: Iterable[Sequence[Chunk]],  # documents with the teacher's tokens; read while the teacher scores
+        epoch: int,  # number of completed epochs, added to the seed of the samples
+        longest: int,
+        student_model: Any = None,  # if the student is its own teacher, its `BackboneWithHead` with the weights to use
     ) -> Generator[list[StoredLogprobs]]:
-        """Score documents part by part, and yield the log-probabilities of each part.
-
-        Args:
-            parts: documents with the teacher's tokens; read while the teacher scores.
-            epoch: number of completed epochs, added to the seed of the samples.
-            student_model: if the student is its own teacher, its `BackboneWithHead` with the weights to use.
-        """
+        """Score documents part by part, and yield the log-probabilities of each part."""
         support = self.request.support
         if support.num_sample_sets:
             support = replace(support, seed=support.seed + epoch)
@@ -191,10 +186,14 @@ class OnlineTeacher:
             there = replace(request, backend_options={**options, "cut": student_model})
             yield from job.run(open_teacher(there, self.teacher_tokenizer), self.teacher_tokenizer, parts)
         elif self.needs_subprocess:
-            with WorkerPool(1, job, self.devices) as workers:
-                yield from workers.run(
-                    [[(document, without_bytes(tokens)) for document, tokens in part] for part in parts]
-                )
+            tasks = [[(document, without_bytes(tokens)) for document, tokens in part] for part in parts]
+            try:
+                yield from self._subprocess(job, longest).run(tasks)
+            except BaseException:
+                self.close(0.0)
+                raise
+            if not self.devices:
+                self.close()
         else:
             if self._opened is None or self._opened[0] != support.seed:
                 self._opened = None
@@ -203,6 +202,22 @@ class OnlineTeacher:
             else:
                 self._opened[1].wake_up()
             yield from job.run(self._opened[1], self.teacher_tokenizer, parts)
+
+    def _subprocess(self, job: ScoringJob, longest: int) -> WorkerPool:
+        """Return the subprocess of a block; that of the last block if it has the same seed and is long enough."""
+        seed = job.request.support.seed
+        longest = longest if self.request.backend == "vllm" else 0  # only vLLM reserves memory for it
+        if self._pool is None or self._pool_seed != seed or longest > self._pool_longest:
+            self.close()
+            self._pool_seed, self._pool_longest = seed, longest
+            self._pool = WorkerPool(1, job, self.devices).__enter__()
+        return self._pool
+
+    def close(self, seconds: float = EXIT_SECONDS) -> None:
+        """End the subprocess if there is one, after at most `seconds`."""
+        if self._pool is not None:
+            self._pool.close(seconds)
+        self._pool = None
 
     def tokens_as_stored(self, tokens: TokenSequence) -> TokenSequence:
         """Return the tokens of a document as a cache of this teacher would return them."""
@@ -220,11 +235,7 @@ class OnlineTeacher:
         self._scored = {}
 
     def outputs(self, documents: Sequence[int], sample_set: int | None = 0) -> list[TeacherDocument | None]:
-        """Return the outputs for some documents of the current block; None for those that it did not score.
-
-        Args:
-            sample_set: None: only exact values. The samples of each epoch are other ones; a block has one set.
-        """
+        """Return outputs for documents of the current block, None: not scored. `sample_set` None: only exact values."""
         kept = [self._scored.get(number) for number in documents]
         return [None if output is None else output.with_sample_set(sample_set) for output in kept]
 
@@ -347,11 +358,7 @@ def _parse_options(text: str, options: str) -> tuple[dict[str, Any], list[str], 
 def read_corpus_for_all(
     teachers: Sequence[OnlineTeacher], corpus: Corpus, log_prefix: str
 ) -> tuple[list[Document], NDArray[np.int32]]:
-    """Read the same documents for several teachers; each document is limited to what all teachers can read.
-
-    Returns:
-        The documents, and int32 [teachers, documents], the number of tokens of each teacher.
-    """
+    """Return the documents, limited to what all teachers can read, and int32 [teachers, documents], their tokens."""
     several = len({teacher.teacher_tokenizer.fingerprint for teacher in teachers}) > 1
     while True:
         inputs, sizes = set(), []

@@ -22,19 +22,11 @@ class TeacherSource(Protocol):
     """
 
     def outputs(self, documents: Sequence[int], sample_set: int | None = 0) -> list[TeacherDocument | None]:
-        """Return the outputs for some documents; None for a document that the teacher does not have.
-
-        Args:
-            sample_set: index of the set of sampled tokens, modulo the number of sets. None: only exact values.
-        """
+        """Return outputs for documents; None: not there. `sample_set`: modulo their number; None: exact values."""
 
 
 class CacheRows:
-    """The documents of a run in one cache.
-
-    Args:
-        rows: int64 [documents], the index of each document in the cache; -1: not in it.
-    """
+    """The documents of a run in one cache: int64 [documents], the index of each in the cache; -1: not in it."""
 
     def __init__(self, cache: TeacherCache, rows: NDArray[np.int64]) -> None:
         self.cache, self.rows = cache, rows

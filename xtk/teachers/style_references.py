@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from xtk.cache.reader import TeacherCache
 from xtk.cache.teacher_document import StyleScores, TeacherDocument
-from xtk.cache.teacher_logprobs import MIN_REMAINDER, TeacherLogprobs, sizes_to_offsets
+from xtk.cache.teacher_logprobs import MIN_REMAINDER, TeacherLogprobs, entry_keys, sizes_to_offsets
 from xtk.errors import MismatchError, XtkError
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.teachers.source import TeacherSource
@@ -22,12 +22,7 @@ MIN_SHIFTED_LOGPROB = np.float32(-80)
 
 
 class ShiftedTeacher:
-    """A teacher whose outputs also have a reference's log-probabilities, at the tokens that both list exactly.
-
-    Args:
-        teacher: the teacher.
-        reference: a cache or model with the teacher's tokenizer. Sampled tokens of both are ignored.
-    """
+    """A teacher whose outputs also have a reference's log-probabilities, at the tokens that both list exactly."""
 
     def __init__(self, teacher: TeacherSource, reference: TeacherSource) -> None:
         self._sources = teacher, reference
@@ -44,7 +39,7 @@ class ShiftedTeacher:
 def _shifted(teacher: TeacherDocument, reference: TeacherDocument) -> TeacherDocument:
     _check_same_tokens(teacher, reference)
     both = teacher.teacher_logprobs, reference.teacher_logprobs
-    keys, others = map(_entry_keys, both)
+    keys, others = (entry_keys(some.offsets, some.ids) for some in both)
     chosen = [
         _select_entries(both[0], np.isin(keys, others), keys),
         _select_entries(both[1], np.isin(others, keys), others),
@@ -56,12 +51,6 @@ def _shifted(teacher: TeacherDocument, reference: TeacherDocument) -> TeacherDoc
     return teacher.with_shift_reference(
         *(replace(some, remainder_mass=np.maximum(some.remainder_mass, least)) for some in chosen)
     )
-
-
-def _entry_keys(logprobs: TeacherLogprobs) -> NDArray[np.int64]:
-    """Return int64 [E], position and id of each entry as one number."""
-    owners = np.repeat(np.arange(len(logprobs), dtype=np.int64), np.diff(logprobs.offsets))
-    return (owners << 32) + logprobs.ids
 
 
 def _select_entries(logprobs: TeacherLogprobs, kept: NDArray[np.bool_], keys: NDArray[np.int64]) -> TeacherLogprobs:
@@ -81,13 +70,7 @@ def _select_entries(logprobs: TeacherLogprobs, kept: NDArray[np.bool_], keys: ND
 
 
 class StyledTeacher:
-    """A teacher whose outputs also have the log-probabilities of its reference and of the frozen student.
-
-    Args:
-        teacher: the teacher.
-        reference: a model with the teacher's tokenizer, of support `none`.
-        frozen_student: the student before the run, of support `none`.
-    """
+    """A teacher whose outputs also have the log-probabilities of its reference and of the frozen student."""
 
     def __init__(self, teacher: TeacherSource, reference: TeacherSource, frozen_student: TeacherSource) -> None:
         self._sources = teacher, reference, frozen_student

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from xtk.cache.teacher_logprobs import SUPPORTS, StoredLogprobs, Support
 from xtk.engines.backend import check_not_reserved
-from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import PLACEMENT_OPTIONS, default_device, load_causal_lm
 from xtk.models.output_head import ChunkedLogits, OutputHead, chunk_rows_of
@@ -23,9 +22,9 @@ from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.parallel.host_to_device import start_copy_to_host, to_device
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored, sampling_uniforms, trained_positions
-from xtk.teachers.teacher_processes import TensorParallelModel
 from xtk.text.token_sequence import TokenSequence
 
+_SEVERAL_DEVICES = "--engine device_map=auto, or --backend vllm --engine tensor_parallel_size=N"
 # Engine options that xtk sets, and the options of the command line for them.
 RESERVED_OPTIONS = {
     "pretrained_model_name_or_path": "TEACHER",
@@ -34,11 +33,12 @@ RESERVED_OPTIONS = {
     "trust_remote_code": "--trust-remote-code",
     "local_files_only": None,
     "use_safetensors": None,
-    "distributed_config": "--engine tp_size=N",
-    "tp_plan": "--engine tp_size=N",
+    "distributed_config": _SEVERAL_DEVICES,
+    "tp_plan": _SEVERAL_DEVICES,
+    "tp_size": _SEVERAL_DEVICES,
 }
 # Engine options, in addition to those of placement, that change the results only by rounding.
-COMPUTE_OPTIONS = frozenset({"tp_size", "attn_implementation", "experts_implementation", "low_cpu_mem_usage"})
+COMPUTE_OPTIONS = frozenset({"attn_implementation", "experts_implementation", "low_cpu_mem_usage"})
 BLOCK_SIZE = 64
 # Matrix products are fast with many rows; passes over the logits with few, which stay in the processor's cache.
 CHUNK_PASSES = 16
@@ -49,8 +49,8 @@ class TransformersTeacher(TeacherBackend):
     """Scores documents with a causal language model: hidden states first, then logits in chunks.
 
     Args:
-        request: model and options. In `options`, `engine` is passed to `from_pretrained`, except `tp_size`, the
-            number of tensor-parallel processes; `cut` is a loaded model of the caller, and `weights` its identity.
+        request: model and options. In `options`, `engine` is passed to `from_pretrained`; `cut` is a loaded model of
+            the caller, and `weights` its identity.
     """
 
     support_kinds: ClassVar[frozenset[str]] = frozenset(SUPPORTS)
@@ -62,27 +62,11 @@ class TransformersTeacher(TeacherBackend):
     def __init__(self, request: TeacherConfig) -> None:
         engine = dict(request.options.get("engine") or {})
         check_not_reserved(engine, RESERVED_OPTIONS)
-        parts = engine.pop("tp_size", 1)
-        if not isinstance(parts, int) or parts < 1:
-            raise XtkError(
-                f"--engine tp_size is {parts!r}, but must be an integer of at least 1",
-                hint="use, for example, --engine tp_size=2",
-            )
-        self._run: BackboneWithHead | TensorParallelModel
         if there := request.options.get("cut"):
-            self._run = self._cut = there
-        elif parts > 1:
-            if request.model.adapter:
-                raise XtkError(
-                    "--engine tp_size does not support adapters",
-                    where=str(request.model.adapter),
-                    hint="merge the adapter into its base model (PEFT: merge_and_unload), save it and use that",
-                )
-            self._run = TensorParallelModel(parts, request.model, engine)
-            self._cut = self._run.local_model
+            self._cut = there
         else:
             model = load_causal_lm(request.model, device=default_device(), options=engine)
-            self._run = self._cut = BackboneWithHead(model.eval().requires_grad_(False))
+            self._cut = BackboneWithHead(model.eval().requires_grad_(False))
         self.model = self._cut.model
         self.device = self.model.device
         self._placed = bool(PLACEMENT_OPTIONS & engine.keys() or getattr(self.model, "quantization_method", None))
@@ -103,10 +87,8 @@ class TransformersTeacher(TeacherBackend):
 
     @classmethod
     def needs_subprocess(cls, engine: Mapping[str, Any]) -> bool:
-        """Return whether the model is placed, quantized or tensor-parallel: then it stays on its devices."""
-        return bool(
-            PLACEMENT_OPTIONS & engine.keys() or "quantization_config" in engine or engine.get("tp_size", 1) != 1
-        )
+        """Return whether the model is placed or quantized: then it stays on its devices."""
+        return bool(PLACEMENT_OPTIONS & engine.keys() or "quantization_config" in engine)
 
     @property
     def vocab_size(self) -> int:
@@ -114,8 +96,8 @@ class TransformersTeacher(TeacherBackend):
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     def sleep(self) -> bool:
-        """Move the model to CPU memory; not possible if it is placed, tensor-parallel or quantized."""
-        if self._run is not self._cut or self._placed:
+        """Move the model to CPU memory; not possible if it is placed or quantized."""
+        if self._placed:
             return False
         self.model.to("cpu")
         return True
@@ -162,7 +144,7 @@ class TransformersTeacher(TeacherBackend):
         positions = [trained_positions(document) for document in documents]
         places = np.concatenate([row * longest + at - 1 for row, at in enumerate(positions)])
         observed_ids = np.concatenate([document.ids[at] for document, at in zip(documents, positions, strict=True)])
-        states = self._run(to_device(ids, self.device)).flatten(0, 1)
+        states = self._cut(to_device(ids, self.device)).flatten(0, 1)
         uniforms = np.concatenate([sampling_uniforms(document, self.support) for document in documents])
 
         def on_device(array: NDArray[Any]) -> Tensor:

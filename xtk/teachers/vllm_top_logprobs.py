@@ -60,11 +60,7 @@ def empty_top_logprobs(columns: int) -> TopLogprobs:
 def top_logprobs_to_stored(
     document: TokenSequence, top_logprobs: TopLogprobs, support: Support, vocab_size: int, where: str
 ) -> StoredLogprobs:
-    """Return the stored log-probabilities of a document from the top log-probabilities at its trained tokens.
-
-    Args:
-        top_logprobs: of each trained token; may contain more ids than the support keeps.
-    """
+    """Return a document's stored log-probabilities from those at its trained tokens, perhaps of more ids than kept."""
     observed_ids = document.ids[trained_positions(document)]
     _check_top_logprobs(top_logprobs, observed_ids, vocab_size, where)
     probs = np.exp(top_logprobs.logprobs.astype(np.float64))
@@ -129,18 +125,13 @@ def _check_top_logprobs(heads: TopLogprobs, observed_ids: NDArray[np.int32], wid
 
 
 def separate_observed(
-    ids: NDArray[np.int32],
+    ids: NDArray[np.int32],  # of all positions, concatenated
     logprobs: NDArray[np.float32],
-    lengths: NDArray[np.int64],
+    lengths: NDArray[np.int64],  # [P], K, or K + 1 if the observed token is not among the top K
     observed_ids: NDArray[np.int32],
     top_k: int,
 ) -> TopLogprobs:
-    """Return the top K ids of each position and the observed token, which may be one of them.
-
-    Args:
-        ids: of all positions, concatenated.
-        lengths: [P], K, or K + 1 if the observed token is not among the top K.
-    """
+    """Return the top K ids of each position and the observed token, which may be one of them."""
     filled = np.arange(top_k + 1) < lengths[:, None]
     table = np.full(filled.shape, -1, np.int32)
     values = np.full(filled.shape, -np.inf, np.float32)

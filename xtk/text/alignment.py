@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,31 +13,62 @@ from xtk.text.alignment_numba import minimal_spans, minimal_spans_with_gaps
 from xtk.text.token_sequence import TokenSequence
 from xtk.text.tokenizer import EncodedText
 
+# A batch has enough texts to keep all cores busy, and few enough for memory.
+BATCH_TEXTS, BATCH_CHARACTERS = 1024, 1 << 20
+
+Item = TypeVar("Item")
+Tokens = TypeVar("Tokens")
+
+
+def tokenize_batches(
+    items: Iterable[Item],
+    text_of: Callable[[Item], str],
+    student: Callable[[list[Item]], list[Tokens]],
+    teacher: Callable[[list[Item]], list[Tokens]],
+) -> Iterator[tuple[list[Item], list[Tokens], list[Tokens]]]:
+    """Yield batches of items with the tokens of both sides; the next is tokenized meanwhile, in two threads."""
+    waiting: tuple[list[Item], Future[list[Tokens]], Future[list[Tokens]]] | None = None
+    with ThreadPoolExecutor(2, thread_name_prefix="tokenize") as threads:
+        for batch in _batches(items, text_of):
+            left, right = threads.submit(student, batch), threads.submit(teacher, batch)
+            if waiting:
+                yield waiting[0], waiting[1].result(), waiting[2].result()
+            waiting = batch, left, right
+        if waiting:
+            yield waiting[0], waiting[1].result(), waiting[2].result()
+
+
+def _batches(items: Iterable[Item], text_of: Callable[[Item], str]) -> Iterator[list[Item]]:
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += len(text_of(item))
+        if len(batch) == BATCH_TEXTS or size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
 
 def align(student: EncodedText, teacher: EncodedText) -> NDArray[np.int32]:
-    """Return the minimal spans of two tokenizations of one text: student and teacher tokens with equal bytes.
+    """Return int32 [C, 4], `[s0, s1, t0, t1]`, the minimal spans of two tokenizations of one text.
 
-    Tokens without bytes (an added prefix) belong to the span after them. If one side is truncated, the spans end
-    with the shared text.
-
-    Returns:
-        int32 [C, 4], `[s0, s1, t0, t1]`: student tokens `[s0, s1)` have the same bytes as teacher tokens `[t0, t1)`.
-        Spans follow each other without gaps, starting at token 0.
+    Student tokens `[s0, s1)` have the same bytes as teacher tokens `[t0, t1)`. Spans follow each other without gaps,
+    starting at token 0. Tokens without bytes (an added prefix) belong to the span after them. If one side is truncated,
+    the spans end with the shared text.
     """
     spans: NDArray[np.int32] = minimal_spans(student.byte_ends, teacher.byte_ends)
     return spans
 
 
 def align_sequences(student: TokenSequence, teacher: TokenSequence) -> NDArray[np.int32]:
-    """Return the spans of two models' sequences of one document: text by bytes, segment-end tokens with each other.
+    """Return int32 [C, 4], ascending spans of two sequences: text by bytes, segment-end tokens with each other.
 
     Sampled tokens without text (invalid UTF-8, and tokens after it) exist only in sequences of the tokenizer that
     sampled them; two such sequences are aligned token by token there. Tokens that only one side has (template text,
     text that the other's template omits) are in no span. A token that begins in a part and ends in the template's text
     is in a span only if that text has the same bytes on both sides.
-
-    Returns:
-        int32 [C, 4], indices of the sequences' tokens, ascending.
     """
     spans: NDArray[np.int32] = minimal_spans_with_gaps(
         student.byte_ends, teacher.byte_ends, student.runs_with_borders(), teacher.runs_with_borders()
@@ -63,17 +98,11 @@ def _have_equal_bytes_after_parts(
 def separate_added_spaces(
     spans: NDArray[np.int32], student: TokenSequence, teacher: TokenSequence
 ) -> NDArray[np.int32]:
-    """Return spans in which a token that is only an added space is not in the span of the text after it.
+    """Return spans of `align_sequences` in which a token that is an added space is not in the span after it.
 
     A tokenizer may prepend a space to a text, which is a separate token before a digit, for example. If both sides have
     such a token, both are a separate span; if one side has it, it is in no span. So tokens with equal bytes are
     compared with each other, not with an average that includes the space.
-
-    Args:
-        spans: int32 [C, 4], from `align_sequences`.
-
-    Returns:
-        int32 [D, 4], ascending.
     """
     own, other = _begins_with_added_space(spans[:, :2], student), _begins_with_added_space(spans[:, 2:], teacher)
     both = spans[own & other]

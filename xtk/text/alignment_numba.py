@@ -17,18 +17,10 @@ NO_POSITION = -1
 def token_byte_ends(
     token_bytes: NDArray[np.uint8], token_offsets: NDArray[np.int64], ids: NDArray[np.int32], text: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int32], bool]:
-    """Return the byte of the text where each token ends, and whether the tokens' bytes equal the text.
+    """Return int32 [n], the byte of the text where each token ends, and whether the tokens' bytes equal the text.
 
-    A space that the tokenizer prepended belongs to no byte of the text.
-
-    Args:
-        token_bytes: uint8, the concatenated bytes of the vocabulary.
-        token_offsets: [V+1], where each token's bytes begin.
-        ids: [n], the tokens.
-        text: uint8 [m].
-
-    Returns:
-        ends int32 [n], and True if the tokens' bytes equal the text; otherwise the ends are invalid.
+    If they do not, the ends are invalid. A space that the tokenizer prepended belongs to no byte of the text.
+    `token_bytes` and `token_offsets` [V+1] are those of the vocabulary.
     """
     size = len(ids)
     ends = np.empty(size, np.int32)
@@ -65,16 +57,9 @@ def batch_token_byte_ends(
     texts: NDArray[np.uint8],
     text_offsets: NDArray[np.int64],
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Return the byte ends of many texts in one call; see `token_byte_ends`.
+    """Return the byte ends of many texts in one call, from the start of each, and bool [D], as `token_byte_ends`.
 
-    Args:
-        ids: [n], the concatenated tokens of all texts.
-        id_offsets: [D+1], where the tokens of each text begin.
-        texts: uint8, the concatenated bytes of all texts.
-        text_offsets: [D+1], where the bytes of each text begin.
-
-    Returns:
-        ends int32 [n], from the start of each text; bool [D], whether the tokens' bytes equal the text.
+    `ids` and `texts` are concatenated; `id_offsets` and `text_offsets`, [D+1], are where those of each text begin.
     """
     ends = np.empty(len(ids), np.int32)
     exact = np.empty(len(id_offsets) - 1, np.bool_)
@@ -89,14 +74,9 @@ def batch_token_byte_ends(
 
 @numba_kernel
 def minimal_spans(student_ends: NDArray[np.int32], teacher_ends: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the minimal spans of two tokenizations: a span ends at every shared boundary.
+    """Return int32 [C, 4], student tokens `[s0, s1)` and teacher tokens `[t0, t1)` of each span, from byte ends.
 
-    Args:
-        student_ends: [S], byte ends, never decreasing.
-        teacher_ends: [T], likewise.
-
-    Returns:
-        int32 [C, 4]: student tokens `[s0, s1)` and teacher tokens `[t0, t1)` of each span.
+    A span ends at every shared boundary.
     """
     spans = np.empty((min(len(student_ends), len(teacher_ends)), 4), np.int32)
     count = _append_spans(student_ends, teacher_ends, 0, len(student_ends), 0, len(teacher_ends), 0, spans, 0)
@@ -112,15 +92,8 @@ def minimal_spans_with_gaps(
 ) -> NDArray[np.int32]:
     """Return the minimal spans where both sides have tokens of the text, each side possibly with gaps.
 
-    Args:
-        student_ends: [S], in bytes of the document's text.
-        teacher_ends: [T], likewise.
-        student_runs: int32 [P, 3], ascending: tokens `[start, stop)` cover the text from byte `first` on without a gap;
-            tokens between runs (template text, omitted text) are in no span.
-        teacher_runs: int32 [Q, 3], likewise.
-
-    Returns:
-        int32 [C, 4], as in `minimal_spans`.
+    `student_runs` and `teacher_runs`: int32 [P, 3], ascending: tokens `[start, stop)` cover the text from byte `first`
+    on without a gap; tokens between runs (template text, omitted text) are in no span.
     """
     spans = np.empty((min(len(student_ends), len(teacher_ends)), 4), np.int32)
     count = student = teacher = 0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xtk.numba_kernel import numba_kernel
-from xtk.text.alignment import align, align_sequences
+from xtk.text.alignment import align, align_sequences, tokenize_batches
 from xtk.text.document import Document
 from xtk.text.normalization_changes import NormalizationLoss, count_normalization_loss
 from xtk.text.token_sequence import TokenSequence as TokenSequence
@@ -23,8 +23,6 @@ SPAN_KINDS = ("1:1", "1:n", "n:1", "n:m")
 SPANS, BYTES, STUDENT_TOKENS, TEACHER_TOKENS = range(4)  # columns of the counts of each kind
 NUM_LISTED = 5  # longest spans and worst documents in the JSON
 MAX_LONG_SPANS = 1000  # candidates per batch; many may have the same text
-BATCH_DOCUMENTS = 1024
-BATCH_CHARACTERS = 1 << 20
 EXCERPT_LENGTH = 60  # characters
 EXCERPT_CONTEXT = 15  # characters of an excerpt before its position
 
@@ -34,34 +32,23 @@ Tokenized = EncodedText | TokenSequence
 
 @dataclass(frozen=True)
 class AlignedDocument:
-    """A document with its two tokenizations and their spans.
+    """A document with its two tokenizations and their spans."""
 
-    Attributes:
-        index: index in the corpus, from 0.
-        text: the text that was tokenized; of a conversation, the contents of its messages.
-        student: the student's tokens; of a conversation, including template tokens.
-        teacher: the teacher's tokens.
-        spans: int32 [C, 4], see `align`.
-        is_text: whether it is plain text, not a conversation.
-    """
-
-    index: int
-    text: str
-    student: EncodedText
-    teacher: EncodedText
-    spans: Spans
-    is_text: bool = True
+    index: int  # index in the corpus, from 0
+    text: str  # the text that was tokenized; of a conversation, the contents of its messages
+    student: EncodedText  # the student's tokens; of a conversation, including template tokens
+    teacher: EncodedText  # the teacher's tokens
+    spans: Spans  # int32 [C, 4], see `align`
+    is_text: bool = True  # whether it is plain text, not a conversation
 
 
 def align_documents(
     documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer
 ) -> Iterator[list[AlignedDocument]]:
-    """Yield batches of aligned documents, in order.
-
-    The next batch is tokenized meanwhile, each side in its own thread.
-    """
+    """Yield batches of aligned documents, in order; the next is tokenized meanwhile, each side in its own thread."""
     number = 0
-    for group, left, right in _tokenize_batches(documents, student, teacher):
+    sides = (partial(_tokenize_batch, side) for side in (student, teacher))
+    for group, left, right in tokenize_batches(documents, lambda document: document.text, *sides):
         yield [
             _align_document(number + at, document.text, one, other)
             for at, (document, one, other) in enumerate(zip(group, left, right, strict=True))
@@ -79,20 +66,6 @@ def _align_document(number: int, text: str, student: Tokenized, teacher: Tokeniz
     return AlignedDocument(number, text, one, other, spans, is_text=False)
 
 
-def _tokenize_batches(
-    documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer
-) -> Iterator[tuple[list[Document], list[Tokenized], list[Tokenized]]]:
-    waiting: tuple[list[Document], Future[list[Tokenized]], Future[list[Tokenized]]] | None = None
-    with ThreadPoolExecutor(2, thread_name_prefix="tokenize") as threads:
-        for group in _document_batches(documents):
-            left, right = (threads.submit(_tokenize_batch, side, group) for side in (student, teacher))
-            if waiting:
-                yield waiting[0], waiting[1].result(), waiting[2].result()
-            waiting = group, left, right
-        if waiting:
-            yield waiting[0], waiting[1].result(), waiting[2].result()
-
-
 def _tokenize_batch(tokenizer: Tokenizer, documents: list[Document]) -> list[Tokenized]:
     """Return the tokens of texts, and of conversations in the tokenizer's chat template."""
     conversations = [document for document in documents if document.conversation is not None]
@@ -101,25 +74,10 @@ def _tokenize_batch(tokenizer: Tokenizer, documents: list[Document]) -> list[Tok
     return [next(texts) if document.conversation is None else next(sequences) for document in documents]
 
 
-def _document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    group: list[Document] = []
-    size = 0
-    for document in documents:
-        group.append(document)
-        size += len(document.text)
-        if len(group) == BATCH_DOCUMENTS or size >= BATCH_CHARACTERS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
 class AlignmentStatistics:
-    """Alignment statistics over a corpus, in constant memory.
+    """Alignment statistics over a corpus, in constant memory; the `num_worst` worst documents are kept in full.
 
-    Args:
-        num_worst: number of worst documents to keep in full: those with the largest fraction of bytes in n:m spans or
-            in none.
+    These are those with the largest fraction of bytes in n:m spans or in none.
     """
 
     def __init__(self, student: Tokenizer, teacher: Tokenizer, *, num_worst: int = 0) -> None:
@@ -280,17 +238,10 @@ def span_kinds(spans: Spans) -> NDArray[np.int64]:
 def count_spans(
     spans: Spans, span_edges: NDArray[np.int64], ends: NDArray[np.int32], token_edges: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
-    """Count the spans of documents by kind.
+    """Return int64 [D, 4 kinds, 4]: spans, bytes, student tokens, teacher tokens of documents.
 
-    Args:
-        spans: int32 [C, 4], the concatenated spans of all documents.
-        span_edges: [D+1], where the spans of each document begin.
-        ends: [T], the concatenated byte ends of the student's tokens.
-        token_edges: [D+1], where the tokens of each document begin.
-
-    Returns:
-        int64 [D, 4 kinds, 4]: spans, bytes, student tokens, teacher tokens; int32 [C], the first byte of each span;
-        int32 [C], its number of bytes.
+    And int32 [C], the first byte of each span, and its number of bytes. `spans` and `ends`, the byte ends of the
+    student's tokens, are concatenated; `span_edges` and `token_edges`, [D+1], are where those of each document begin.
     """
     documents = len(span_edges) - 1
     counts = np.zeros((documents, 4, 4), np.int64)

@@ -1,23 +1,18 @@
 """Character-level alignment of two different texts.
 
-The fallback when both sides do not have the same text: a template drops a reasoning block, or a tokenizer keeps no
-offsets. Substrings that occur once on each side are anchors; between anchors a dynamic program finds the longest common
-subsequence. Time grows with length times differences, memory with length.
+The fallback when a template changes a part of a message, such as a reasoning block that it drops. Substrings that occur
+once on each side are anchors; between anchors a dynamic program finds the longest common subsequence. Time grows with
+length times differences, memory with length.
 
 Source: E. Myers, An O(ND) Difference Algorithm and Its Variations, 1986 (the middle snake, in linear memory).
 """
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from xtk.numba_kernel import numba_kernel
-from xtk.text.alignment_numba import minimal_spans
 
 ANCHOR_LENGTH = 16  # characters of an anchor: long enough not to repeat by chance, short enough to be found
 # With more edits between two anchors, the texts have too little in common to justify the quadratic time.
@@ -26,35 +21,13 @@ _BASE = np.int64(1_000_003)
 _UNREACHABLE = -(1 << 40)
 
 
-@dataclass(frozen=True)
-class FuzzySpans:
-    """Spans of two different texts.
+def matching_runs(first_text: str, second_text: str) -> NDArray[np.int32]:
+    """Return the common substrings of two texts: int32 [R, 3], ascending.
 
-    Attributes:
-        spans: int32 [C, 4], `[s0, s1, t0, t1]`, as for equal texts; the last one may have tokens on one side only.
-        similarity: float32 [C], twice the number of common characters of a span over the characters of both sides: 1
-            for equal texts, 0 for texts without common characters.
-        equal: bool [C], whether the texts of the span are equal.
+    Characters `[a, a + n)` of the first are `[b, b + n)` of the second, as (a, b, n). A match that is shorter than the
+    differences before and after it is a coincidence, and is dropped. Swapping the texts swaps the first two columns.
     """
-
-    spans: NDArray[np.int32]
-    similarity: NDArray[np.float32]
-    equal: NDArray[np.bool_]
-
-
-def matching_runs(first_text: str, second_text: str, *, ignore_case_and_accents: bool = False) -> NDArray[np.int32]:
-    """Return the common substrings of two texts, in order.
-
-    A match that is shorter than the differences before and after it is a coincidence, and is dropped.
-
-    Args:
-        ignore_case_and_accents: match characters that differ in case, accent or width.
-
-    Returns:
-        int32 [R, 3], ascending: characters `[a, a + n)` of the first are `[b, b + n)` of the second, as (a, b, n).
-        Swapping the texts swaps the first two columns.
-    """
-    left, right = _code_points(first_text, ignore_case_and_accents), _code_points(second_text, ignore_case_and_accents)
+    left, right = _code_points(first_text), _code_points(second_text)
     # The smaller text first, so that ties fall the same way whichever side it is given on.
     swapped = (len(left), left.tolist()) > (len(right), right.tolist())
     if swapped:
@@ -64,102 +37,15 @@ def matching_runs(first_text: str, second_text: str, *, ignore_case_and_accents:
     return runs[:, [1, 0, 2]] if swapped else runs
 
 
-def align_different_texts(
-    student_text: str, student_ends: NDArray[np.int32], teacher_text: str, teacher_ends: NDArray[np.int32]
-) -> FuzzySpans:
-    """Return the spans of tokens of two different texts.
-
-    A span ends where tokens of both sides end at the same position of a common substring. Differences are inside of
-    spans.
-
-    Args:
-        student_text: the text of the student's tokens; `teacher_text` likewise.
-        student_ends: int32 [S], never decreasing, the byte end of each token in it; `teacher_ends`: int32 [T].
-    """
-    runs = matching_runs(student_text, teacher_text, ignore_case_and_accents=True)
-    left, right = character_byte_offsets(student_text), character_byte_offsets(teacher_text)
-    cuts, other_cuts = _shared_boundaries(runs, left, right)
-    # Boundary i gets end i + 1 on both sides, so that the kernel for equal texts applies.
-    student = _boundary_indices(student_ends, cuts)
-    teacher = _boundary_indices(teacher_ends, other_cuts)
-    spans = minimal_spans(student, teacher)
-    if len(spans):
-        spans[-1, [1, 3]] = len(student_ends), len(teacher_ends)
-    elif len(student_ends) or len(teacher_ends):
-        spans = np.array([[0, len(student_ends), 0, len(teacher_ends)]], np.int32)
-    one = _decode_ranges(student_text, student_ends, spans[:, :2])
-    other = _decode_ranges(teacher_text, teacher_ends, spans[:, 2:])
-    return FuzzySpans(spans, *compare_texts(one, other))
-
-
-def compare_texts(
-    first_texts: Sequence[str], second_texts: Sequence[str]
-) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the similarity of pairs of texts, float32 [n], and whether they are equal, bool [n]."""
-    equal = np.array([left == right for left, right in zip(first_texts, second_texts, strict=True)], np.bool_)
-    pairs = zip(first_texts, second_texts, equal, strict=True)
-    similarity = [1.0 if same else text_similarity(left, right) for left, right, same in pairs]
-    return np.array(similarity, np.float32), equal
-
-
 def character_byte_offsets(text: str) -> NDArray[np.int32]:
     """Return int32 [n + 1], the byte where each character of a text begins, and where the text ends."""
-    codes = _code_points(text, fold=False)
+    codes = _code_points(text)
     sizes = 1 + (codes > 0x7F).astype(np.int32) + (codes > 0x7FF) + (codes > 0xFFFF)
     return np.concatenate([np.zeros(1, np.int32), np.cumsum(sizes, dtype=np.int32)])
 
 
-def _code_points(text: str, fold: bool) -> NDArray[np.int32]:
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.int32)
-    if not fold or not len(codes):
-        return codes
-    present, inverse = np.unique(codes, return_inverse=True)
-    folded = np.array([_folded_code_point(int(code)) for code in present], np.int32)
-    return folded[inverse]
-
-
-def _folded_code_point(code: int) -> int:
-    base = unicodedata.normalize("NFKD", chr(code)).casefold()
-    return ord(base[0]) if base else code
-
-
-def _shared_boundaries(
-    runs: NDArray[np.int32], left: NDArray[np.int32], right: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the bytes of both texts at shared boundaries: within runs, at their edges, and at the end."""
-    ones, others = [np.zeros(1, np.int32)], [np.zeros(1, np.int32)]
-    for a, b, size in runs.tolist():
-        ones.append(left[a : a + size + 1])
-        others.append(right[b : b + size + 1])
-    ones.append(left[-1:])
-    others.append(right[-1:])
-    one, other = np.concatenate(ones), np.concatenate(others)
-    # A boundary between two adjacent runs occurs twice.
-    fresh = np.concatenate([[True], (np.diff(one) > 0) | (np.diff(other) > 0)])
-    return one[fresh], other[fresh]
-
-
-def _boundary_indices(ends: NDArray[np.int32], cuts: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the index of the boundary where each token ends, else that of the token before it.
-
-    Where one side has additional text, several boundaries are the same byte of the other side; the first is used.
-    """
-    at = np.minimum(np.searchsorted(cuts, ends), len(cuts) - 1)
-    indices = np.where(cuts[at] == ends, at, 0)
-    return np.maximum.accumulate(indices).astype(np.int32) if len(indices) else indices.astype(np.int32)
-
-
-def _decode_ranges(text: str, ends: NDArray[np.int32], ranges: NDArray[np.int32]) -> list[str]:
-    """Return the text of each range of tokens."""
-    raw, edges = text.encode("utf-8", "surrogatepass"), [0, *ends.tolist()]
-    return [raw[edges[low] : edges[high]].decode("utf-8", "replace") for low, high in ranges.tolist()]
-
-
-def text_similarity(first_text: str, second_text: str) -> float:
-    """Return twice the common characters over the characters of both texts; ignores case and accents."""
-    total = len(first_text) + len(second_text)
-    common = int(matching_runs(first_text, second_text, ignore_case_and_accents=True)[:, 2].sum())
-    return 2 * common / total if total else 1.0
+def _code_points(text: str) -> NDArray[np.int32]:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.int32)
 
 
 def _find_common_runs(left: NDArray[np.int32], right: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -268,18 +154,11 @@ def _common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
 
 @numba_kernel
 def longest_common_runs(left: NDArray[np.int32], right: NDArray[np.int32], max_edits: int) -> NDArray[np.int32]:
-    """Return a longest common subsequence, as runs.
+    """Return a longest common subsequence, as runs: int32 [R, 3], (a, b, n), ascending; runs may be adjacent.
 
     Divides recursively at the middle of a shortest edit script, with a stack. If a script is longer than twice
-    `max_edits`, it divides at the furthest point instead; the result may then not be the longest.
-
-    Args:
-        left: int32 [n].
-        right: int32 [m].
-        max_edits: limit of edits searched from each end.
-
-    Returns:
-        int32 [R, 3], (a, b, n) in ascending order; runs may be adjacent.
+    `max_edits`, the limit from each end, it divides at the furthest point instead; the result may then not be the
+    longest.
     """
     runs = np.empty((min(len(left), len(right)) + 1, 3), np.int32)
     count = 0

@@ -22,31 +22,21 @@ SYSTEM_ROLES = ("system", "developer")
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a document.
+    """A part of a document."""
 
-    Attributes:
-        role: "text", "prompt", "completion"; in a conversation the message's role ("user", "assistant", "tool"...) for
-            a content, and the kind of the part (see `message_parts`) for others.
-        text: the segment's text.
-        train: whether its tokens are trained (contribute to the loss).
-    """
-
+    # "text", "prompt", "completion"; in a conversation the message's role ("user", "assistant", "tool"...) for a
+    # content, and the kind of the part (see `message_parts`) for others.
     role: str
-    text: str
-    train: bool
+    text: str  # the segment's text
+    train: bool  # whether its tokens are trained (contribute to the loss)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as input of a chat template.
+    """Messages as input of a chat template."""
 
-    Attributes:
-        messages: in the form of `normalize_message`.
-        tools: descriptions of the tools that the assistant may call.
-    """
-
-    messages: tuple[Mapping[str, Any], ...]
-    tools: tuple[Any, ...] | None = None
+    messages: tuple[Mapping[str, Any], ...]  # in the form of `normalize_message`
+    tools: tuple[Any, ...] | None = None  # descriptions of the tools that the assistant may call
 
     @cached_property
     def parts(self) -> tuple[MessagePart, ...]:
@@ -73,33 +63,22 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Document:
-    """Segments in order; the document's text is the concatenation of their texts.
+    """Segments in order; the document's text is the concatenation of their texts."""
 
-    Attributes:
-        segments: at least one, except for `teacher_tokens`.
-        is_complete: whether the text ends here. A part of a longer text is not complete and gets no end token.
-        conversation: the messages, rendered with each model's own chat template; None for text. Each segment is then
-            a part of a message (its content, its reasoning, a tool call's arguments); text that the template adds
-            belongs to no segment.
-        teacher_prompt: replaces the segments before the trained ones for the teacher only: messages, or a text, which
-            becomes the system message of a conversation. None: the same prompt as for the student.
-        teacher_tokens: the document as token ids of the teacher, decoded to segments by the teacher's tokenizer; None
-            for text and messages.
-        candidate_ids: teacher token ids to store log-probabilities of, for each of its trained tokens.
-        weight: weight in training: 2 is like two copies, 0 like none.
-        teacher_name: name of the teacher for this document; "": any.
-        sampled_tokens: the document's tokens as the student sampled them, a run for each trained segment; None if it is
-            not a rollout.
-    """
-
-    segments: tuple[Segment, ...]
-    is_complete: bool = True
+    segments: tuple[Segment, ...]  # at least one, except for `teacher_tokens`
+    is_complete: bool = True  # whether the text ends here: a part of a longer text gets no end token
+    # The messages, rendered with each model's own chat template; None for text. Each segment is then a part of a
+    # message (its content, its reasoning, a tool call's arguments); text that the template adds belongs to no segment.
     conversation: Conversation | None = None
+    # Replaces the segments before the trained ones for the teacher only: messages, or a text, which becomes the system
+    # message of a conversation. None: the same prompt as for the student.
     teacher_prompt: str | tuple[Mapping[str, Any], ...] | None = None
+    # The document as ids of the teacher, whose tokenizer decodes them to segments; None for text and messages.
     teacher_tokens: TeacherTokenIds | None = None
-    candidate_ids: CandidateIdLists | None = None
-    weight: float = 1.0
-    teacher_name: str = ""
+    candidate_ids: CandidateIdLists | None = None  # teacher ids to score, for each of its trained tokens
+    weight: float = 1.0  # weight in training: 2 is like two copies, 0 like none
+    teacher_name: str = ""  # name of the teacher for this document; "": any
+    # The document's tokens as the student sampled them, a run for each trained segment; None if it is not a rollout.
     sampled_tokens: SampledTokens | None = None
 
     @classmethod
@@ -124,15 +103,9 @@ class Document:
         """Return a conversation. Assistant messages, with reasoning and tool calls, are trained; the others are not.
 
         A message may set this: `"train": false` or `"weight": 0` is not trained; `"train": true` is trained whatever
-        its role. Chat templates do not see these keys.
-
-        Args:
-            messages: each with "role" and "content", in the forms that `normalize_message` reads.
-            tools: tools that the assistant may call.
-            num_prompt_messages: number of messages that are the prompt, not trained whatever their role and keys.
-
-        Raises:
-            ValueError: a message is not in one of these forms, or its train flag is not a boolean.
+        its role. Chat templates do not see these keys. `messages`: in the forms that `normalize_message` reads;
+        ValueError: another form. The first `num_prompt_messages` are the prompt, not trained whatever their role and
+        keys.
         """
         conversation = Conversation(tuple(map(_normalize_message, messages)), None if tools is None else tuple(tools))
         trained = [
@@ -146,24 +119,14 @@ class Document:
 
     @classmethod
     def from_teacher_ids(cls, ids: ArrayLike, train_mask: ArrayLike | None = None) -> Document:
-        """Return a document of the teacher's token ids, which are used unchanged. Their text is decoded later.
+        """Return a document of the teacher's token ids [T], used unchanged; their text is decoded later.
 
-        Args:
-            ids: [T], without padding.
-            train_mask: [T], which of the ids are trained; all by default.
-
-        Raises:
-            ValueError: an id is not a 32-bit integer, or the mask has another length than the ids.
+        `train_mask`: [T], which of them are trained; all by default. ValueError: an invalid id, or another length.
         """
         return cls((), teacher_tokens=TeacherTokenIds.from_lists(ids, train_mask))
 
     def with_teacher_prompt(self, prompt: str | Sequence[Mapping[str, Any]]) -> Document:
-        """Return the document with another prompt for the teacher.
-
-        Raises:
-            ValueError: messages for a document without messages, an invalid message, a system message that is trained,
-                or a document of token ids.
-        """
+        """Return the document with another prompt for the teacher; ValueError if it cannot have this one."""
         if self.teacher_tokens is not None:
             raise ValueError(
                 "a document with input_ids, which are used unchanged, cannot have a teacher_prompt; remove one of both"
@@ -180,11 +143,7 @@ class Document:
         return replace(self, teacher_prompt=tuple(map(_normalize_message, prompt)))
 
     def with_candidate_ids(self, id_lists: Sequence[ArrayLike]) -> Document:
-        """Return the document with candidate ids for the teacher, a list for each of its trained tokens in order.
-
-        Raises:
-            ValueError: an id is not a 32-bit integer.
-        """
+        """Return the document with candidate ids for the teacher, a list for each of its trained tokens in order."""
         return replace(self, candidate_ids=CandidateIdLists.from_lists(id_lists))
 
     @cached_property
@@ -222,11 +181,7 @@ class Document:
         return bool(self.text) and self.segments[-1].train
 
     def byte_slice(self, start: int, stop: int) -> Document:
-        """Return the bytes `[start, stop)`, both on character boundaries, as a separate document.
-
-        Raises:
-            ValueError: the document cannot be split (`unsplittable_reason`).
-        """
+        """Return the bytes `[start, stop)`, both on character boundaries, as a separate document."""
         if self.unsplittable_reason:
             raise ValueError(f"the document cannot be split: {self.unsplittable_reason}")
         segments, first = [], 0
@@ -244,16 +199,10 @@ class Document:
         )
 
     def trained_mask(self, byte_ends: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Return whether each token of the text is trained: its last byte is.
+        """Return bool [n], whether each token is trained: its last byte is; `byte_ends`: [n], never decreasing.
 
         A token without bytes (a space that the tokenizer prepended) belongs to the text token after it: it is trained
         if that token is, unless a prompt begins there.
-
-        Args:
-            byte_ends: [n], the byte where each token ends, never decreasing.
-
-        Returns:
-            bool [n].
         """
         edges = np.cumsum([0] + [len(segment.text.encode()) for segment in self.segments])
         flags = np.array([*(segment.train for segment in self.segments), False])

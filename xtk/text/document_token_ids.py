@@ -27,23 +27,14 @@ class _EqualByBytes(ABC):
 
 @dataclass(frozen=True, eq=False)
 class TeacherTokenIds(_EqualByBytes):
-    """A document given as token ids of the teacher, which are used unchanged.
+    """A document given as token ids of the teacher, which are used unchanged."""
 
-    Attributes:
-        ids: int32 [T], without padding.
-        train_mask: bool [T], which tokens are trained; the first token has no prediction and is never trained.
-    """
-
-    ids: NDArray[np.int32]
-    train_mask: NDArray[np.bool_]
+    ids: NDArray[np.int32]  # [T], without padding
+    train_mask: NDArray[np.bool_]  # [T], which tokens are trained; never the first one, which has no prediction
 
     @classmethod
     def from_lists(cls, ids: ArrayLike, train_mask: ArrayLike | None = None) -> TeacherTokenIds:
-        """Return a document of token ids, all of them trained by default.
-
-        Raises:
-            ValueError: an id is not a 32-bit integer, or the mask has another length than the ids.
-        """
+        """Return a document of token ids, all trained by default; ValueError: an invalid id, or another length."""
         numbers = _as_int32_ids(ids, "input_ids")
         flags = np.ones(len(numbers), np.bool_) if train_mask is None else np.array(train_mask, np.bool_)
         if flags.shape != numbers.shape:
@@ -59,24 +50,15 @@ class TeacherTokenIds(_EqualByBytes):
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens(_EqualByBytes):
-    """The tokens of a rollout: prompt tokens and sampled tokens.
+    """The tokens of a rollout: prompt tokens and sampled tokens."""
 
-    Attributes:
-        ids: int32 [T], of the whole document.
-        sampled_mask: bool [T], which of them the student sampled; the others are prompts, templates and tool results.
-        logprobs: float32 [T], in nats, of the full distribution before temperature, top-k and top-p; 0 for tokens that
-            were not sampled.
-        tokenizer_fingerprint: fingerprint of the student's tokenizer.
-        template_fingerprint: fingerprint of its chat template for a conversation; "" for text.
-        advantage: group-relative advantage of the rollout's reward; 0 without rewards.
-    """
-
-    ids: NDArray[np.int32]
-    sampled_mask: NDArray[np.bool_]
+    ids: NDArray[np.int32]  # [T], of the whole document
+    sampled_mask: NDArray[np.bool_]  # [T], which of them the student sampled; others: prompts, templates, tool results
+    # [T], in nats, of the full distribution before temperature, top-k and top-p; 0 for tokens that were not sampled.
     logprobs: NDArray[np.float32]
-    tokenizer_fingerprint: str
-    template_fingerprint: str = ""
-    advantage: float = 0.0
+    tokenizer_fingerprint: str  # fingerprint of the student's tokenizer
+    template_fingerprint: str = ""  # fingerprint of its chat template for a conversation; "" for text
+    advantage: float = 0.0  # group-relative advantage of the rollout's reward; 0 without rewards
 
     @classmethod
     def from_lists(
@@ -88,12 +70,7 @@ class SampledTokens(_EqualByBytes):
         template_fingerprint: str = "",
         advantage: float = 0.0,
     ) -> SampledTokens:
-        """Return sampled tokens from lists.
-
-        Raises:
-            ValueError: an id is not a 32-bit integer of at least 0, a log-probability is above 0 or not finite, or the
-                lengths differ.
-        """
+        """Return sampled tokens from lists; ValueError: invalid ids or log-probabilities, or different lengths."""
         numbers, flags = _as_int32_ids(ids, "student_ids"), np.asarray(sampled_mask)
         if (numbers < 0).any():
             raise ValueError(f"student_ids of a rollout has the negative token id {numbers.min()}")
@@ -153,23 +130,14 @@ class SampledTokens(_EqualByBytes):
 
 @dataclass(frozen=True, eq=False)
 class CandidateIdLists(_EqualByBytes):
-    """Candidate ids for each trained token of a document, as lists of any length.
+    """Candidate ids for each trained token of a document, as lists of any length."""
 
-    Attributes:
-        offsets: int64 [P + 1], the ids of the p-th trained token are `ids[offsets[p]:offsets[p + 1]]`.
-        ids: int32 [E], ascending and unique for each token.
-    """
-
-    offsets: NDArray[np.int64]
-    ids: NDArray[np.int32]
+    offsets: NDArray[np.int64]  # [P + 1], the ids of the p-th trained token are `ids[offsets[p]:offsets[p + 1]]`
+    ids: NDArray[np.int32]  # [E], ascending and unique for each token
 
     @classmethod
     def from_lists(cls, lists: Sequence[ArrayLike]) -> CandidateIdLists:
-        """Return the ids of lists, sorted, without duplicates.
-
-        Raises:
-            ValueError: an id is not a 32-bit integer.
-        """
+        """Return the ids of lists, sorted, without duplicates; ValueError: an id is not a 32-bit integer."""
         parts = [np.unique(_as_int32_ids(ids, "candidate_ids")) for ids in lists]
         flat = np.concatenate([np.zeros(0, np.int32), *parts])
         return cls(np.cumsum([0, *map(len, parts)], dtype=np.int64), flat)

@@ -19,24 +19,14 @@ MAX_COMPARED_CHARACTERS = 1000  # of one part of a text
 
 @dataclass
 class NormalizationLoss:
-    """Characters of texts that a tokenizer changed.
+    """Characters of texts that a tokenizer changed, without a space that it prepends to a text."""
 
-    A space that it prepends to a text is not counted.
-
-    Attributes:
-        tokenizer_name: name of the tokenizer.
-        num_characters: characters of all texts.
-        rewritten: characters that became others: composed, lower-cased, without accent.
-        dropped: characters that disappeared: white space, control characters, lone accents.
-        unknown: characters that became the unknown token.
-        examples: counts of (text, its replacement); the replacement is "" if dropped, None if unknown.
-    """
-
-    tokenizer_name: str
-    num_characters: int = 0
-    rewritten: int = 0
-    dropped: int = 0
-    unknown: int = 0
+    tokenizer_name: str  # name of the tokenizer
+    num_characters: int = 0  # characters of all texts
+    rewritten: int = 0  # characters that became others: composed, lower-cased, without accent
+    dropped: int = 0  # characters that disappeared: white space, control characters, lone accents
+    unknown: int = 0  # characters that became the unknown token
+    # Counts of (text, its replacement); the replacement is "" if dropped, None if unknown.
     examples: Counter[tuple[str, str | None]] = field(default_factory=Counter)
 
     @property
@@ -79,12 +69,7 @@ def _describe_change(before: str, after: str | None, count: int) -> str:
 def count_normalization_loss(
     tokenizer: Tokenizer, texts: Iterable[str], encoded: Iterable[EncodedText] | None = None
 ) -> NormalizationLoss:
-    """Return the number of characters that a tokenizer changes. Texts with exact tokens take no extra time.
-
-    Args:
-        texts: any number; at most a thousand at a time are in memory.
-        encoded: the texts' tokens, if available.
-    """
+    """Return the number of characters that a tokenizer changes. Texts with exact tokens take no extra time."""
     loss = NormalizationLoss(tokenizer.name)
     changed: Counter[tuple[str, str | None]] = Counter()
     pairs = _encode_in_batches(tokenizer, texts) if encoded is None else zip(texts, encoded, strict=True)

@@ -25,19 +25,12 @@ def byte_ends_from_offsets(
     spellings: Sequence[bytes],
     normalize: Callable[[str], str] | None,
 ) -> NDArray[np.int32]:
-    """Return the byte where each token ends.
+    """Return int32 [n], the byte where each token ends, never decreasing; the last is the length of the text.
 
     Characters that the tokenizer dropped belong to the next token, at the end of the text to the last one. If tokens
-    share characters, the last one has their end and the others the end of the token before them; but if their bytes are
-    those of the text, each token ends by its bytes.
-
-    Args:
-        offsets: [n], the character range of each token, from the backend.
-        spellings: [n], the bytes of each token.
-        normalize: the tokenizer's normalizer; None without one.
-
-    Returns:
-        int32 [n], never decreasing; the last is the length of the text in bytes.
+    share characters, the last one has their end and the others the end of the token before them; but if their bytes
+    (`spellings`) are those of the text, each token ends by its bytes. `offsets`: the character range of each token,
+    from the backend.
     """
     if not len(offsets):
         return np.zeros(0, np.int32)

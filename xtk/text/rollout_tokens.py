@@ -21,26 +21,17 @@ from xtk.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class DecodedTokens:
-    """The text of tokens.
+    """The text of tokens."""
 
-    Attributes:
-        text: text up to the first token without text.
-        byte_ends: int32 [n], the byte ends of the tokens in the text.
-        end_token: index of the stop token after the text; -1 without one.
-    """
-
-    text: str
-    byte_ends: NDArray[np.int32]
-    end_token: int
+    text: str  # text up to the first token without text
+    byte_ends: NDArray[np.int32]  # [n], the byte ends of the tokens in the text
+    end_token: int  # index of the stop token after the text; -1 without one
 
 
 def decode_tokens(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start: bool = False) -> DecodedTokens:
-    """Return the text of consecutively sampled tokens.
+    """Return the text of consecutively sampled tokens, int32 [n].
 
-    Args:
-        tokenizer: the tokenizer of the model that sampled them.
-        ids: int32 [n].
-        at_text_start: whether no text precedes them; then a space that the tokenizer prepends is not part of the text.
+    `at_text_start`: whether no text precedes them; then a space that the tokenizer prepends is not part of the text.
     """
     control = tokenizer.vocabulary.special_mask[ids] | np.isin(ids, list(tokenizer.turn_end_ids))
     count = int(control.argmax()) if control.any() else len(ids)
@@ -57,14 +48,9 @@ def decode_tokens(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start
 
 
 def completion_text(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start: bool = False) -> str:
-    """Return all text of sampled tokens, as rewards and environments read it.
+    """Return all text of sampled tokens, as rewards and environments read it; `at_text_start` as in `decode_tokens`.
 
     Special tokens inside of it, such as marks of reasoning, are written by name; the stop token at its end is left out.
-
-    Args:
-        tokenizer: the tokenizer of the model that sampled them.
-        ids: int32 [n].
-        at_text_start: as in `decode_tokens`.
     """
     sampled = ids.tolist()
     if sampled and sampled[-1] in tokenizer.stop_ids:
@@ -167,13 +153,7 @@ def splice_sampled_tokens(
 ) -> dict[str, Any]:
     """Return the fields of a `TokenSequence` with sampled tokens in place of tokenized text, after another prompt.
 
-    A run is replaced only if it begins and ends on token boundaries.
-
-    Args:
-        sequence_fields: fields of the tokenized `TokenSequence`, in bytes of the document.
-
-    Returns:
-        The fields of the new `TokenSequence`.
+    A run is replaced only if it begins and ends on token boundaries. `sequence_fields`: those of the tokenized text.
     """
     edges = np.cumsum([0, *(len(segment.text.encode()) for segment in document.segments)])
     numbers = [number for number, segment in enumerate(document.segments) if segment.train]

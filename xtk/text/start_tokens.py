@@ -8,17 +8,16 @@ from typing import Any
 # Values of --start-token; any other one names a special token.
 AUTO_START, NO_START = "auto", "none"
 START_ROLES = ("bos", "eos")
+# Special tokens that separate texts in pretraining; an instruct model's bos and eos often belong to its chat template.
+TEXT_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 # Transformers 5 replaces this class's post-processor by one without a start token, whatever tokenizer.json has.
 _WITHOUT_POST_PROCESSOR = "GPTNeoXTokenizer"
 
 
 def own_start_ids(backend: Any, configuration: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ids that the tokenizer's post-processor puts before a text.
+    """Return the ids that the post-processor of the backend, of the library `tokenizers`, puts before a text.
 
     In transformers 5, tokenizer.json determines them, not `add_bos_token` of tokenizer_config.json.
-
-    Args:
-        backend: the tokenizer of the library `tokenizers`, with its post-processor, without padding and truncation.
     """
     is_replaced = str(configuration.get("tokenizer_class", "")).startswith(_WITHOUT_POST_PROCESSOR)
     if is_replaced or backend.post_processor is None:

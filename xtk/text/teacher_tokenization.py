@@ -26,14 +26,9 @@ Message = Mapping[str, Any]
 
 
 def teacher_views(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list[tuple[Document, TokenSequence]]:
-    """Return documents as the teacher sees them.
+    """Return documents as the teacher sees them, with decoded text, for students too; and its sequences.
 
-    Args:
-        documents: any; students must use the returned documents.
-
-    Returns:
-        Each document (with decoded text if it is given as token ids) and the teacher's token sequence of it:
-        `byte_ends` and `text_runs` in bytes of the document's text, `segment_end_tokens` of its segments.
+    `byte_ends` and `text_runs` are in bytes of the document's text, `segment_end_tokens` of its segments.
     """
     views = [_teacher_document(tokenizer, document) for document in documents]
     plain = [view.document for view, document in zip(views, documents, strict=True) if not document.teacher_tokens]
@@ -93,17 +88,11 @@ def _check_candidate_ids(tokenizer: Tokenizer, document: Document, sequence: Tok
 
 @dataclass(frozen=True)
 class _TeacherDocument:
-    """A document with the teacher's prompt. It ends like the original.
+    """A document with the teacher's prompt. It ends like the original."""
 
-    Attributes:
-        document: the document that the teacher sees.
-        shared_start: the byte of its text where the part that both share starts.
-        num_shared_segments: number of shared segments, at the end.
-    """
-
-    document: Document
-    shared_start: int = 0
-    num_shared_segments: int = 0
+    document: Document  # the document that the teacher sees
+    shared_start: int = 0  # the byte of its text where the part that both share starts
+    num_shared_segments: int = 0  # number of shared segments, at the end
 
 
 def _teacher_document(tokenizer: Tokenizer, document: Document) -> _TeacherDocument:
@@ -330,11 +319,9 @@ def _continuation_bytes(raw: bytes) -> int:
 
 
 def _split_by_train_mask(text: str, owners: NDArray[np.bool_]) -> list[tuple[str, bool]]:
-    """Split a text where training begins and ends. A character is trained if the token of its last byte is.
+    """Split a text where training begins and ends; `owners`: bool [bytes], whether the token of each byte is trained.
 
-    Args:
-        text: the text, n bytes.
-        owners: bool [n], whether the token of each byte is trained.
+    A character is trained if the token of its last byte is.
     """
     raw = np.frombuffer(text.encode(), np.uint8)
     last = np.append(raw[1:] & 0xC0 != 0x80, True)[: len(raw)]

@@ -22,35 +22,25 @@ _IS_WHITESPACE = np.isin(np.arange(256), np.frombuffer(b" \t\r\n", np.uint8))
 class TokenSequence:
     """A model's tokens of a document, in order.
 
-    Plain text is between a start and an end token; a conversation is rendered with the model's chat template.
-
-    Attributes:
-        ids: int32 [T].
-        byte_ends: int32 [T], never decreasing: the byte of the document's text where each token ends. Tokens without
-            bytes in it (a start token, template text) have the end of the text before them, except for the last of them
-            before a run: its end is the run's start, so that each token starts where the previous one ends (except
-            where a template removed text between two tokens of a content). A token of `border_mask` ends with the part.
-        train_mask: bool [T], whether the token is predicted and trained: never the first token, and only tokens of
-            trained segments.
-        text_runs: int32 [P, 3], ascending: tokens `[start, stop)` cover the text from byte `first` on, without a gap.
-        segment_end_tokens: int32 [segments], index of the special token that ends each segment (eos, end of turn), or
-            that is the segment, if it is a mark; -1: none.
-        template_regions: uint8 [T], the region of tokens that the model's own chat template writes into trained turns;
-            `NO_REGION` for all others. They have no counterpart in another model, so only losses without a teacher can
-            be computed for them, and `train_mask` does not have them.
-        exact: whether the tokens' bytes equal the model's input text; False if a normalizer changed it.
-        bytes_of: returns the bytes of a token id; None: they are not known.
+    Plain text is between a start and an end token; a conversation is rendered with the model's chat template. Tokens
+    without bytes in the document's text (a start token, template text) have the end of the text before them, except for
+    the last of them before a run: its end is the run's start, so that each token starts where the previous one ends
+    (except where a template removed text between two tokens of a content). A token of `border_mask` ends with the part.
     """
 
-    ids: NDArray[np.int32]
-    byte_ends: NDArray[np.int32]
+    ids: NDArray[np.int32]  # [T]
+    byte_ends: NDArray[np.int32]  # [T], never decreasing: the byte of the document's text where each token ends
+    # [T], whether the token is predicted and trained: never the first token, and only tokens of trained segments.
     train_mask: NDArray[np.bool_]
-    text_runs: NDArray[np.int32]
+    text_runs: NDArray[np.int32]  # [P, 3], ascending: tokens `[start, stop)` cover the text from byte `first` on
+    # [segments], index of the special token that ends a segment (eos, end of turn), or is it (a mark); -1: none.
     segment_end_tokens: NDArray[np.int32]
     _: KW_ONLY
+    # [T], region of tokens that the model's own chat template writes into trained turns, else `NO_REGION`. They have no
+    # counterpart in another model: only losses without a teacher train them; `train_mask` is without them.
     template_regions: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    exact: bool = True
-    bytes_of: Callable[[int], bytes] | None = None
+    exact: bool = True  # whether the tokens' bytes equal the model's input text; False if a normalizer changed it
+    bytes_of: Callable[[int], bytes] | None = None  # returns the bytes of a token id; None: they are not known
 
     def __post_init__(self) -> None:
         if not len(self.template_regions):
@@ -135,11 +125,7 @@ class TokenSequence:
         return sizes
 
     def byte_ranges(self, *, with_borders: bool = False) -> NDArray[np.int32]:
-        """Return int32 [P, 2], the bytes `[start, stop)` of the text that each run covers.
-
-        Args:
-            with_borders: whether the tokens of `border_mask` belong to the runs.
-        """
+        """Return int32 [P, 2], bytes `[start, stop)` of each run; `with_borders`: with tokens of `border_mask`."""
         runs = self.runs_with_borders() if with_borders else self.text_runs
         starts = runs[:, 2]
         return np.column_stack([starts, np.maximum(self.byte_ends[runs[:, 1] - 1], starts)])
@@ -232,9 +218,8 @@ def count_preserved_bytes(
 ) -> int:
     """Return the number of bytes of a document's trained text, from `start` on, that are unchanged in the sequence.
 
-    Args:
-        with_marks: count also marks of reasoning and tool calls that are text in this tokenizer.
-        with_borders: count also bytes of tokens that end in the template's text.
+    `with_marks`: count also marks of reasoning and tool calls that are text in this tokenizer; `with_borders`: also
+    bytes of tokens that end in the template's text.
     """
     ranges = sequence.byte_ranges(with_borders=with_borders)
     total = first = 0
@@ -248,10 +233,7 @@ def count_preserved_bytes(
 
 
 def count_lost_bytes(document: Document, sequence: TokenSequence) -> int:
-    """Return the number of bytes of a document's trained text that are not unchanged in the sequence.
-
-    A chat template may drop or change contents (reasoning blocks, white space at their ends).
-    """
+    """Return the number of bytes of a document's trained text that the chat template drops or changes."""
     trained = sum(
         len(segment.text.encode()) for segment in document.segments if segment.train and segment.role not in MARKS
     )

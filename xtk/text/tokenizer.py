@@ -39,7 +39,6 @@ from xtk.text.vocabulary import (
 )
 
 _dropout_warned: set[str] = set()  # fingerprints of tokenizers
-_RANDOM_CHOICE = re.compile(r"\|\s*random\b|\blipsum\b")  # in chat templates: Jinja's filter and function
 
 # End-of-turn tokens, as the publishers of the chat formats document them.
 END_OF_TURN_TOKENS = (
@@ -81,41 +80,22 @@ TOOL_CALL_START_TOKENS = (
 
 @dataclass(frozen=True)
 class EncodedText:
-    """The tokens of one text.
+    """The tokens of one text."""
 
-    Attributes:
-        ids: int32 [n].
-        byte_ends: int32 [n], never decreasing: token i ends before byte `byte_ends[i]` of the text. A token without
-            bytes in the text (a prefix that the tokenizer added) has the end of the token before it; if tokens share a
-            character that a normalizer rewrote, only the last one has its end.
-        exact: whether the tokens' bytes equal the text, perhaps after a space that the tokenizer prepended. Otherwise
-            the tokenizer normalized the text, and the ends come from its offsets.
-    """
-
-    ids: NDArray[np.int32]
+    ids: NDArray[np.int32]  # [n]
+    # [n], never decreasing: token i ends before this byte of the text. A token without bytes in the text (an added
+    # prefix) has the end before it; of tokens that share a rewritten character, only the last has its end.
     byte_ends: NDArray[np.int32]
+    # Whether the tokens' bytes equal the text, perhaps after a space that the tokenizer prepended. Otherwise the
+    # tokenizer normalized the text, and the ends come from its offsets.
     exact: bool = True
 
 
 class Tokenizer:
     """A fast tokenizer, loaded from a folder without transformers.
 
-    Args:
-        folder: has `tokenizer.json` and the configuration that names the special tokens, or a file of tiktoken,
-            mistral-common or SentencePiece.
-        name: name in messages; the folder by default.
-        embedding_rows: rows of the model's embedding, for a folder without a model configuration.
-        start_token: what precedes a text: `auto` (as in transformers), `none`, `bos`, `eos`, a special token, or ids.
-
-    Attributes:
-        vocabulary: the bytes of each token.
-        fingerprint: identifies the tokenizer independent of its folder: hash of its JSON without `truncation` and
-            `padding`, which calls may change.
-        template_fingerprint: the same for its chat template; None without one.
-        special_token_ids: {"bos", "eos", "pad", "unk": id}, those that it has.
-        unknown_id: the unk token; None if the tokenizer can encode every text.
-        embedding_rows: rows of the model's embedding if the folder has a model configuration, else the vocabulary size.
-        start_ids: the tokens that precede a text; empty: the first token of a text has no prediction.
+    `name`: in messages; the folder by default. `embedding_rows`: for a folder without a model configuration.
+    `start_token`: what precedes a text: `auto` (as in transformers), `none`, `bos`, `eos`, a special token, or ids.
     """
 
     def __init__(
@@ -129,6 +109,8 @@ class Tokenizer:
         self.folder = Path(folder)
         self.name = name or str(folder)
         files = read_tokenizer_files(self.folder)
+        # fingerprint: identifies the tokenizer independent of its folder: hash of its JSON without `truncation` and
+        # `padding`, which calls may change.
         content, self._backend, self.fingerprint = files.content, files.backend, files.fingerprint
         self._disable_dropout(content["model"].get("dropout"))
         self._backend.no_truncation()
@@ -141,7 +123,7 @@ class Tokenizer:
         self._backend.encode_special_tokens = True
         self._lock = threading.Lock()  # guards that setting, which `encode_rendered` changes temporarily
         self._template = files.chat_template
-        self.template_fingerprint = files.template_fingerprint
+        self.template_fingerprint = files.template_fingerprint  # identifies its chat template; None without one
         num_rows = embedding_rows or configured_vocab_size(self.folder)
         vocabulary = read_vocabulary(content, self._backend)
         # Gemma 3 1B has one special token (of images) more than rows.
@@ -149,11 +131,12 @@ class Tokenizer:
         left_out = vocabulary.special_tokens.keys() - first.special_tokens.keys()
         needed = {*files.special_tokens.values(), *_TURN_MARKS}
         is_used = any(name in needed or name in (files.chat_template or "") for name in left_out)
-        self.vocabulary = vocabulary if is_used else first
+        self.vocabulary = vocabulary if is_used else first  # the bytes of each token
         self._unusable = frozenset() if is_used else left_out
         self._has_precompiled_charsmap = "Precompiled" in component_types(content.get("normalizer"))
         unknown = content["model"].get("unk_token")
         number = content["model"].get("unk_id") if unknown is None else self._backend.token_to_id(unknown)
+        # The unk token; None if the tokenizer can encode every text.
         self.unknown_id: int | None = None if number is None else int(number)
         self._whitespace_stripping = {
             token["id"]: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in content["added_tokens"]
@@ -161,11 +144,13 @@ class Tokenizer:
         self._role_contents = files.special_tokens
         self._named_stops = files.stop_tokens
         numbers = {role: self._backend.token_to_id(token) for role, token in files.special_tokens.items()}
+        # {"bos", "eos", "pad", "unk": id}, those that it has.
         self.special_token_ids = {role: int(number) for role, number in numbers.items() if number is not None}
+        # Rows of the model's embedding if the folder has a model configuration, else the vocabulary size.
         self.embedding_rows = max(len(self.vocabulary), num_rows)
         self._raw = files.raw
         self.start_token: str | tuple[int, ...]
-        self.start_ids: tuple[int, ...]
+        self.start_ids: tuple[int, ...]  # tokens that precede a text; empty: a text's first token has no prediction
         self._set_start(start_token)
 
     @property
@@ -417,26 +402,16 @@ class Tokenizer:
                 where=self.name,
                 hint="copy chat_template.jinja into its folder, for example from the model's chat version",
             )
-        if _RANDOM_CHOICE.search(self._template):
-            terminal.note_once(
-                f"{self.name}: the chat template makes random choices; all conversations get the same ones, so that "
-                "the same inputs give the same tokens"
-            )
         tokens = {f"{role}_token": content for role, content in self._role_contents.items()}
         return ChatTemplate(self._template, tokens, self.name)
 
     def encode_rendered(
         self, texts: Sequence[str], content_ranges: Sequence[Sequence[tuple[int, int]]]
     ) -> list[EncodedText]:
-        """Return the tokens of rendered conversations.
+        """Return the tokens of conversations rendered with this chat template; special tokens end after their text.
 
-        Args:
-            texts: conversations rendered with this tokenizer's chat template.
-            content_ranges: for each text, the character ranges `[start, stop)` of message contents, in order. The text
-                of a special token is plain text inside of them, and the special token outside.
-
-        Returns:
-            The tokens; ends are bytes of the rendered text, and special tokens end after their text.
+        `content_ranges`: for each text, the character ranges `[start, stop)` of message contents, in order. The text of
+        a special token is plain text inside of them, and the special token outside.
         """
         controls = self._control_spellings
         spelled = [
@@ -461,7 +436,7 @@ class Tokenizer:
             raise XtkError(
                 f"the chat template writes the token {name}, for which the model has no row in its embedding",
                 where=self.name,
-                hint="remove the token from chat_template.jinja, or use xtk distill --resize-vocabulary",
+                hint="remove the token from chat_template.jinja, or add its row with model.resize_token_embeddings",
             )
 
     def _around_contents(self, text: str, contents: Sequence[tuple[int, int]]) -> EncodedText:
@@ -483,14 +458,9 @@ class Tokenizer:
     def _split_at_special_tokens(
         self, text: str, controls: Sequence[tuple[int, int]]
     ) -> tuple[list[str], list[tuple[int, str]]]:
-        """Split a text at its special tokens.
+        """Return the parts of a text around special tokens, (character, id), ascending; and (id, text) of these.
 
-        Args:
-            controls: (character, id) of each, ascending.
-
-        Returns:
-            The parts, one more than special tokens, and (id, text) of the special tokens, with the white space that
-            they strip from adjacent parts.
+        Their text includes the white space that they strip from adjacent parts.
         """
         parts, spelled, at = [], [], 0
         for place, token in controls:
@@ -576,9 +546,7 @@ class Tokenizer:
     def to_files(self, *, with_start: bool = False) -> dict[str, bytes]:
         """Return {file name: content} of the files that are needed to load this tokenizer again.
 
-        Args:
-            with_start: let the post-processor put `start_ids` before a text, for other libraries; its fingerprint is
-                that of another tokenizer.
+        `with_start`: let the post-processor put `start_ids` before a text, for other libraries: another fingerprint.
         """
         content: dict[str, Any] = {f"{role}_token": text for role, text in self._role_contents.items()}
         if self._named_stops and not with_start:
@@ -597,14 +565,7 @@ class Tokenizer:
         return json.dumps(content, ensure_ascii=False, indent=2).encode()
 
     def encode_bytes(self, byte_strings: Sequence[bytes]) -> list[NDArray[np.int32] | None]:
-        """Return tokens whose bytes are given byte strings, as they would occur inside of a text.
-
-        Args:
-            byte_strings: bytes of another tokenizer's tokens; need not be UTF-8.
-
-        Returns:
-            One array of ids for each, with exactly the given bytes. None where this tokenizer has no such tokens.
-        """
+        """Return tokens with exactly the given bytes, also without UTF-8, as inside of a text; None: there are none."""
         results: list[NDArray[np.int32] | None] = [None] * len(byte_strings)
         if self.vocabulary.alphabet == BYTE_LEVEL:
             texts = [(at, text) for at, text in enumerate(map(_decode_or_none, byte_strings)) if text is not None]

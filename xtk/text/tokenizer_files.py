@@ -15,9 +15,9 @@ from typing import Any
 import tokenizers
 
 from xtk.errors import XtkError
-from xtk.text.model_config_json import MAX_TOKENS, read_model_config
+from xtk.text.model_config_json import CONFIG_FILE, MAX_TOKENS, read_model_config
 from xtk.text.tokenizer_formats import add_tokens, convert_tokenizer_files, set_start_token
-from xtk.untrusted_json import MAX_DEPTH, check_depth, parse_json
+from xtk.untrusted_json import parse_json
 
 MAX_TOKEN_ID = 2_000_000  # a larger id of an added token is an error in a file
 
@@ -28,26 +28,16 @@ _HINT = "download tokenizer.json of the model again, from a trusted source"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Contents of a tokenizer's folder.
+    """Contents of a tokenizer's folder."""
 
-    Attributes:
-        raw: tokenizer.json.
-        content: its JSON, with the backend's ids of added tokens.
-        backend: the tokenizer of the library `tokenizers`.
-        fingerprint: hash of the JSON without `truncation` and `padding`, which calls may change.
-        special_tokens: {role: text}, those of SPECIAL_TOKEN_ROLES that the tokenizer has.
-        chat_template: a Jinja template; None without one.
-        configuration: content of tokenizer_config.json.
-        stop_tokens: ids or texts of the stop tokens that generation_config.json, or a cache, names, in its order.
-    """
-
-    raw: bytes
-    content: dict[str, Any]
-    backend: tokenizers.Tokenizer
-    fingerprint: str
-    special_tokens: dict[str, str]
-    chat_template: str | None
-    configuration: dict[str, Any]
+    raw: bytes  # tokenizer.json
+    content: dict[str, Any]  # its JSON, with the backend's ids of added tokens
+    backend: tokenizers.Tokenizer  # the tokenizer of the library `tokenizers`
+    fingerprint: str  # hash of the JSON without `truncation` and `padding`, which calls may change
+    special_tokens: dict[str, str]  # {role: text}, those of SPECIAL_TOKEN_ROLES that the tokenizer has
+    chat_template: str | None  # a Jinja template; None without one
+    configuration: dict[str, Any]  # content of tokenizer_config.json
+    # Ids or texts of the stop tokens that generation_config.json, or a cache, names, in its order.
     stop_tokens: tuple[int | str, ...] = ()
 
     @property
@@ -61,9 +51,9 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Read the files of a tokenizer; other formats than tokenizer.json are converted."""
     raw, configuration = _read_tokenizer_json(folder)
     with wrap_backend_errors("invalid tokenizer.json", str(folder)), _no_garbage_collection():
+        backend = tokenizers.Tokenizer.from_buffer(raw)
         content = json.loads(raw, parse_float=_round_score)
         _check_tokenizer_json(content, str(folder))
-        backend = tokenizers.Tokenizer.from_buffer(raw)
         fingerprint = _tokenizer_fingerprint(content)
     # Where ids of added tokens have gaps, the backend (and so transformers) numbers them without gaps.
     content["added_tokens"] = [
@@ -85,26 +75,17 @@ def _stop_tokens(folder: Path, configuration: Mapping[str, Any]) -> tuple[int | 
     return tuple(stop for stop in stops if isinstance(stop, int | str) and not isinstance(stop, bool))
 
 
-def _check_tokenizer_json(content: Any, where: str) -> None:
-    """Refuse a tokenizer.json with other values than the library can build a tokenizer from."""
-    model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, dict):
-        raise XtkError("invalid tokenizer.json: it must be a JSON object with the key model", where=where, hint=_HINT)
-    tables = ("vocab", "merges")  # long, and flat
-    outline = {**content, "model": {key: value for key, value in model.items() if key not in tables}}
-    check_depth(outline, MAX_DEPTH + 1, what="this tokenizer.json", where=where)
-    added = content.get("added_tokens") or []
-    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
-        raise XtkError("added_tokens in tokenizer.json must be a list of objects", where=where, hint=_HINT)
+def _check_tokenizer_json(content: dict[str, Any], where: str) -> None:
+    """Refuse tokens without text, which the library drops, and ids so large that tables of all ids do not fit."""
+    added, table = content.get("added_tokens") or [], content["model"].get("vocab")
     for token in added:
-        if not token.get("content"):
-            raise XtkError(f"added token {token.get('id')} in tokenizer.json has no text", where=where, hint=_HINT)
-    table = model.get("vocab")
+        if not token["content"]:
+            raise XtkError(f"added token {token['id']} in tokenizer.json has no text", where=where, hint=_HINT)
     ids = list(table.values()) if isinstance(table, dict) else [len(table) - 1] if isinstance(table, list) else []
-    numbers = [number for number in (*ids, *(token.get("id") for token in added)) if isinstance(number, int)]
-    if numbers and max(numbers) >= MAX_TOKENS:
+    highest = max([*ids, *(token["id"] for token in added)], default=0)
+    if highest >= MAX_TOKENS:
         raise XtkError(
-            f"this tokenizer has a token with id {max(numbers):,}; ids must be at most {MAX_TOKENS - 1:,}",
+            f"this tokenizer has a token with id {highest:,}; ids must be at most {MAX_TOKENS - 1:,}",
             where=where,
             hint=_HINT,
         )
@@ -213,11 +194,7 @@ def combined_template_files(folder: Path) -> str | None:
 
 
 def combine_templates(named: Mapping[str, Any]) -> str | None:
-    """Return one template that uses `tool_use` for conversations with tools, and `default` for others.
-
-    Args:
-        named: {name: template}; without a default, the first one is used.
-    """
+    """Return one template: `tool_use` for conversations with tools, else `default`, without it the first one."""
     template, with_tools = named.get("default", next(iter(named.values()), None)), named.get("tool_use")
     if not isinstance(template, str):
         return None
@@ -288,4 +265,10 @@ def configured_vocab_size(folder: Path) -> int:
     configuration = read_model_config(folder)
     text = configuration.get("text_config")
     rows = configuration.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    if not isinstance(rows or 0, int) or not 0 <= (rows or 0) <= MAX_TOKENS:
+        raise XtkError(
+            f"vocab_size in config.json is {rows}, but must be an integer from 0 to {MAX_TOKENS:,}",
+            where=str(folder / CONFIG_FILE),
+            hint="copy or download the model again",
+        )
     return int(rows or 0)

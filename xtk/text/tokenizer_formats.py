@@ -44,21 +44,13 @@ _O200K_PATTERN = "|".join(
 
 @dataclass(frozen=True)
 class TiktokenSpec:
-    """Properties of a tiktoken tokenizer that its file of BPE ranks lacks.
+    """Properties of a tiktoken tokenizer that its file of BPE ranks lacks."""
 
-    Attributes:
-        split_pattern: regular expression that splits a text before merging.
-        special_token_ids: {token: id}.
-        special_token_roles: {"bos": token, ...}.
-        normalizer: in the format of tokenizer.json.
-        adds_bos: whether the publisher's code puts the bos token before a text.
-    """
-
-    split_pattern: str
-    special_token_ids: Mapping[str, int]
-    special_token_roles: Mapping[str, str]
-    normalizer: Any = None
-    adds_bos: bool = False
+    split_pattern: str  # regular expression that splits a text before merging
+    special_token_ids: Mapping[str, int]  # {token: id}
+    special_token_roles: Mapping[str, str]  # {"bos": token, ...}
+    normalizer: Any = None  # in the format of tokenizer.json
+    adds_bos: bool = False  # whether the publisher's code puts the bos token before a text
 
 
 def _consecutive_ids(first: int, names: Iterable[str]) -> dict[str, int]:
@@ -232,8 +224,7 @@ def set_start_token(content: dict[str, Any], configuration: Mapping[str, Any]) -
 def add_tokens(content: dict[str, Any], tokens: Mapping[int, Mapping[str, Any]]) -> None:
     """Add tokens to a converted tokenizer.json, in place, as the slow tokenizers of transformers do.
 
-    Args:
-        tokens: {id: {"content": text, "special": True by default}}. One with the id of a piece replaces it.
+    `tokens`: {id: {"content": text, "special": True by default}}. One with the id of a piece replaces it.
     """
     model, added = content["model"], {token["id"]: token for token in content["added_tokens"]}
     is_table = isinstance(model["vocab"], dict)

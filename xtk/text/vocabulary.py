@@ -38,23 +38,14 @@ BYTE_LEVEL_ENCODER = {byte: chr(letter) for letter, byte in BYTE_LEVEL_DECODER.i
 
 @dataclass(frozen=True)
 class ByteVocabulary:
-    """The bytes of every token, concatenated.
+    """The bytes of every token, concatenated."""
 
-    Attributes:
-        alphabet: BYTE_LEVEL, METASPACE, WORD_PIECE or LITERAL.
-        token_bytes: uint8, the concatenated bytes of all tokens, ordered by id.
-        offsets: int64 [V+1], the bytes of token i are `token_bytes[offsets[i]:offsets[i + 1]]`.
-        special_mask: bool [V], special tokens (bos, eos, turn markers), which have no bytes.
-        special_tokens: {text: id} of the special tokens.
-        byte_fallback_mask: bool [V], byte-fallback tokens such as "<0xE6>".
-    """
-
-    alphabet: str
-    token_bytes: NDArray[np.uint8]
-    offsets: NDArray[np.int64]
-    special_mask: NDArray[np.bool_]
-    special_tokens: Mapping[str, int]
-    byte_fallback_mask: NDArray[np.bool_]
+    alphabet: str  # BYTE_LEVEL, METASPACE, WORD_PIECE or LITERAL
+    token_bytes: NDArray[np.uint8]  # uint8, the concatenated bytes of all tokens, ordered by id
+    offsets: NDArray[np.int64]  # [V+1], the bytes of token i are `token_bytes[offsets[i]:offsets[i + 1]]`
+    special_mask: NDArray[np.bool_]  # [V], special tokens (bos, eos, turn markers), which have no bytes
+    special_tokens: Mapping[str, int]  # {text: id} of the special tokens
+    byte_fallback_mask: NDArray[np.bool_]  # [V], byte-fallback tokens such as "<0xE6>"
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -123,16 +114,11 @@ def decode_vocabulary(
     subword_prefix: str = "##",
     word_suffix: str = "",
 ) -> ByteVocabulary:
-    """Return a vocabulary's tokens as bytes.
+    """Return a vocabulary's tokens as bytes, from each token in the tokenizer's alphabet; None: an id without a token.
 
-    Args:
-        alphabet: BYTE_LEVEL, METASPACE, WORD_PIECE or LITERAL.
-        token_of_id: each token in the tokenizer's alphabet; None for an id without a token.
-        added_tokens: {id: text} of added tokens, which are literal text in every alphabet.
-        special_tokens: {text: id} of special tokens.
-        byte_fallback: whether METASPACE represents a lone byte as "<0x41>"; otherwise that is ordinary text.
-        subword_prefix: prefix of WORD_PIECE tokens inside of a word.
-        word_suffix: suffix of the last token of a word, in any alphabet, such as "</w>".
+    `added_tokens`, {id: text}, are literal text in every alphabet. `byte_fallback`: whether METASPACE represents a lone
+    byte as "<0x41>"; otherwise that is ordinary text. `subword_prefix`: of WORD_PIECE tokens inside of a word.
+    `word_suffix`: of the last token of a word, in any alphabet, such as "</w>".
     """
     tokens = [token or "" for token in token_of_id]
     if word_suffix:
@@ -194,11 +180,7 @@ def _decode_metaspace(tokens: list[str], byte_fallback: bool) -> list[bytes]:
 
 
 def read_vocabulary(content: dict[str, Any], backend: Any) -> ByteVocabulary:
-    """Return the bytes of each token of a tokenizer.
-
-    Args:
-        backend: the same as `tokenizers.Tokenizer`.
-    """
+    """Return the bytes of each token of a tokenizer; `backend`: the same as `tokenizers.Tokenizer`."""
     added, model = content["added_tokens"], content["model"]
     alphabet = _token_alphabet(content)
     literal = [token for token in added if alphabet != METASPACE or not _is_piece_of_model(token, model)]

@@ -45,12 +45,7 @@ def distill(
     paths: RunPaths, recipe: TrainConfig, logging_config: LoggingConfig, inputs: RunInputs, *, force: bool,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train a student and return the content of its manifest; runs in this process, which may be one of several.
-
-    Args:
-        force: move aside what is in the output folder.
-        options: the same as command-line options, stored in `recipe.json`.
-    """
+    """Train a student and return the content of its manifest; runs in this process, which may be one of several."""
     silence_transformers()
     accelerator = _start_accelerator(paths, recipe, logging_config)
     terminal.set_main_process(accelerator.is_main_process)
@@ -315,7 +310,7 @@ def _load_frozen_student(
     """Return the student before the run, without gradients; None if no target needs it."""
     if not recipe.teacher_shift:
         return None
-    set_seed(recipe.seed)  # as for the student, for the rows of --resize-vocabulary
+    set_seed(recipe.seed)  # as for the student
     config, precision = recipe.preparation, recipe.mixed_precision
     model = load_student(
         source, config, inputs.tokenizer, device=accelerator.device, mixed_precision=precision, quiet=True
@@ -363,12 +358,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def start_trackers(accelerator: Any, folder: Path, step: int, identity: dict[str, Any]) -> None:
-    """Start the trackers of a run in its main process, or resume those of an earlier start.
-
-    Args:
-        step: the step from which the run resumes; TensorBoard drops later ones.
-        identity: options and fingerprints of the run, logged as its configuration.
-    """
+    """Start the trackers of a run in its main process, or resume those of an earlier start at a step."""
     name = ""
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)

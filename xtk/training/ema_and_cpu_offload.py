@@ -16,9 +16,7 @@ class ExponentialMovingAverage:
     """EMA of the trained weights: `average += (1 - decay) (weights - average)` after each step.
 
     Polyak, B. and Juditsky, A., Acceleration of Stochastic Approximation by Averaging, 1992, with forgetting.
-
-    Args:
-        decay: at least 0 (no average) and below 1; about the last 1 / (1 - decay) steps count.
+    `decay`: at least 0 (no average) and below 1; about the last 1 / (1 - decay) steps count.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -41,11 +39,7 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def swapped_in(self, wrapped_model: nn.Module) -> Iterator[None]:
-        """Give the model the averaged weights within a `with` block.
-
-        Args:
-            wrapped_model: the wrapped model, so that FSDP gathers the changed weights again.
-        """
+        """Give the wrapped model, whose weights FSDP gathers again, the averaged weights in a `with` block."""
         trained = {name: local_tensor(weight.detach()).clone() for name, weight in self._weights.items()}
         self._set_weights({name: local_tensor(average) for name, average in self.averages.items()}, wrapped_model)
         try:

@@ -88,10 +88,6 @@ class HeldOutEvaluator:
 
     Losses are computed on each document, truncated to the student's context. The text beyond it is scored with the
     windows of `evaluate_bits_per_byte`, and counts for bits per byte only.
-
-    Args:
-        model: the student, wrapped for its parallel layout.
-        packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
-"""Options of on-policy training, stop conditions, sampling of prompts, and weights of rollouts by their rewards."""
+"""Options of on-policy training, sampling of prompts, and weights of rollouts by their rewards."""
 
 from __future__ import annotations
 
-import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,63 +12,13 @@ from numpy.typing import NDArray
 from xtk.batches.micro_batches import BatchSampler
 from xtk.engines.backend import backends_with, check_backend_options
 from xtk.errors import XtkError
-from xtk.name_registry import load_registered, unknown_name_error
+from xtk.name_registry import load_registered
 from xtk.options.declaration import check_options
 from xtk.options.training_options import OnPolicyOptions
 from xtk.rewards.reward_spec import RewardSpec, paths_as_checksums
 from xtk.rollouts import GENERATORS
 from xtk.rollouts.generator_interface import Generator, SamplingConfig
 from xtk.rollouts.prompts import PromptFormat
-
-# Metrics of a rollout batch, logged with the prefix `rollout_`; `--stop-if` accepts these names.
-ROLLOUT_METRICS = {
-    "entropy": "nats per token, estimated as minus the mean log-probability of sampled tokens",
-    "length": "mean number of sampled tokens per rollout",
-    "truncated_fraction": "fraction of rollouts that reached --max-completion-length",
-    "repeated_4gram_fraction": "fraction of 4-grams that occurred before in the same rollout",
-    "unusable_fraction": "fraction of rollouts that are empty or have a log-probability that is not finite",
-    "reward": "mean reward of the scored rollouts",
-    "turns": "mean number of student turns per rollout",
-    "environment_token_fraction": "fraction of tokens after the prompt that the environment generated",
-    "logprob_difference": "nats per token, mean absolute difference between the engine's log-probabilities of "
-    "sampled tokens and the student's",
-}
-_COMPARISON = re.compile(r"\s*(?P<name>[a-z0-9_]+)\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)\s*")
-_SIGNS = {"<": operator.lt, ">": operator.gt}
-
-
-@dataclass(frozen=True)
-class StopCondition:
-    """A condition on a rollout metric that ends the run: `repeated_4gram_fraction>0.5`."""
-
-    name: str  # a key of `ROLLOUT_METRICS`
-    comparison: str  # "<" or ">"
-    limit: float  # the number to compare with
-
-    def __str__(self) -> str:
-        return f"{self.name}{self.comparison}{self.limit:g}"
-
-    def is_met(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether the metrics of a rollout batch meet the condition."""
-        return self.name in metrics and bool(_SIGNS[self.comparison](metrics[self.name], self.limit))
-
-
-def parse_stop_condition(text: str) -> StopCondition:
-    """Return the condition of a --stop-if value such as `entropy<0.05`."""
-    match = _COMPARISON.fullmatch(text)
-    if match is None:
-        raise XtkError(
-            f"--stop-if {text!r} is not a condition",
-            hint=f"use METRIC<NUMBER or METRIC>NUMBER; metrics: {', '.join(ROLLOUT_METRICS)}",
-        )
-    if match["name"] not in ROLLOUT_METRICS:
-        raise unknown_name_error("rollout metric", match["name"], ROLLOUT_METRICS)
-    try:
-        return StopCondition(match["name"], match["sign"], float(match["limit"]))
-    except ValueError:
-        raise XtkError(
-            f"--stop-if {text!r}: {match['limit']} is not a number", hint="use for example entropy<0.05"
-        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +42,6 @@ class OnPolicyConfig(OnPolicyOptions):
     # Maximum number of tokens to generate with at a time, padding included (transformers backend)
     batch_tokens: int = 16384
     devices: tuple[int, ...] = ()  # GPUs of a vllm engine; none: it alternates with training on the student's GPUs
-    stop_if: tuple[StopCondition, ...] = ()  # conditions that end the run
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -136,11 +83,8 @@ class OnPolicyConfig(OnPolicyOptions):
 
     def identity(self) -> dict[str, Any]:
         """Return the options that decide whether two runs are the same."""
-        content = {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in ("batch_tokens", "devices", "server", "stop_if")
-        }
+        speed = ("batch_tokens", "devices", "server")
+        content = {name: value for name, value in asdict(self).items() if name not in speed}
         content["sampling"]["stop"] = list(self.sampling.stop)
         content["environment"] = paths_as_checksums(self.environment)
         rewards = [paths_as_checksums(str(reward)) for reward in self.rewards]
@@ -162,11 +106,6 @@ class PromptSampler(BatchSampler):
 
     With n completions for each of P prompts, the completions of prompt p are documents `p n` to `p n + n - 1`; the
     document of the data from which prompt p was read is document `P n + p`.
-
-    Args:
-        prompts: int64, indices of the prompts to sample from.
-        prompt_sizes: int64 [P], length of each prompt.
-        seed: seed of the shuffle and of the choice of on-policy steps.
     """
 
     def __init__(
@@ -224,14 +163,7 @@ def reward_weights(rewards: Sequence[float], prompt_numbers: Sequence[int], beta
     """Return the weight of each rollout of a step: `softmax(reward / beta)` times the size of its group.
 
     A group is the rollouts of a prompt, or all rollouts of the step if each prompt has one. A rollout without a reward
-    gets the mean reward of the others.
-
-    Args:
-        rewards: [n], NaN: no reward.
-        prompt_numbers: [n], index of each rollout's prompt.
-
-    Returns:
-        float64 [n], with mean 1 in each group.
+    (NaN) gets the mean reward of the others. float64 [n], with mean 1 in each group.
     """
     values, owners = np.array(rewards, np.float64), np.array(prompt_numbers)
     weights = np.ones(len(values))

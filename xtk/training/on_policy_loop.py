@@ -52,13 +52,10 @@ from xtk.training.student_generator import LogprobCheck, StudentGenerator
 
 
 class OnPolicyDocuments(OnlineDocuments):
-    """The current rollout batch, the documents of the data, and the teachers' outputs for both.
+    """The current rollout batch, the documents of the data (none, or one a prompt), and the teachers' outputs for both.
 
-    Args:
-        data: the documents of the data, one per prompt; none if no step trains on them.
-        route_names: the teachers' names, if each document names its teacher; none: all teachers score all documents.
-        projections: for each teacher with another tokenizer and `--support candidates`, the projection of the
-            student's tokens to its vocabulary.
+    `route_names`: the teachers' names, if each document names its teacher. `projections`: those of teachers with
+    another tokenizer and `--support candidates`.
     """
 
     def __init__(
@@ -147,14 +144,10 @@ def teacher_candidate_ids(
     theirs: TokenSequence,
     projection: SparseProjection | None,
 ) -> list[NDArray[np.int32]]:
-    """Return the candidate tokens for a teacher to score at each of its trained tokens.
+    """Return the candidate tokens for a teacher to score at each of its trained tokens: one array of ids for each.
 
-    Args:
-        top_ids: int32 [sampled tokens, G], the student's top tokens at each position; None: unknown, and the teacher
-            scores the observed tokens only.
-
-    Returns:
-        One array of teacher ids per trained token; empty where no sampled student token begins.
+    It is empty where no sampled student token begins, and without `top_ids`, int32 [sampled tokens, G], the student's
+    top tokens at each position.
     """
     positions = np.flatnonzero(theirs.train_mask)
     lists = {position: np.zeros(0, np.int32) for position in positions.tolist()}
@@ -175,12 +168,7 @@ def _project_ids(ids: NDArray[np.int32], projection: SparseProjection | None) ->
 
 
 class OnPolicyLoop(TeacherBlocks):
-    """Iterates over the steps of an on-policy run, in rollout batches.
-
-    Args:
-        generator: generates rollouts; each process calls it with its part of the prompts.
-        check: checks the log-probabilities of an engine; None: the training process generates.
-    """
+    """Iterates over the steps of an on-policy run, in rollout batches; each process generates a part of each."""
 
     def __init__(
         self,
@@ -233,7 +221,8 @@ class OnPolicyLoop(TeacherBlocks):
             yield range(start, min(start + self.size, self._steps))
 
     def finish(self) -> None:
-        """End the generator and remove stored rollout batches."""
+        """End the generator and teachers, and remove stored rollout batches."""
+        super().finish()
         self._generator.close()
         if self._accelerator.is_main_process:
             for _, folder in self._stored_batches():
@@ -281,8 +270,7 @@ class OnPolicyLoop(TeacherBlocks):
     def _generate_rollouts(self, block: range, folder: Path, *, is_current: bool) -> None:
         """Generate the rollouts of a batch, each process a part, unless they are stored; then load them.
 
-        Args:
-            is_current: whether the student has the weights of the first of these steps.
+        `is_current`: whether the student has the weights of the first of these steps.
         """
         accelerator, on_policy = self._accelerator, self._on_policy
         on_policy_steps = [step for step in block if self._order.is_on_policy(step)]
@@ -312,10 +300,10 @@ class OnPolicyLoop(TeacherBlocks):
                     [self._source.prompts[n] for n in own if epochs[n] == epoch], epoch
                 )
             ]
-            self._generator.sleep()
             _refuse_missing_rollouts(own, rollouts)
             if rank is not None:
                 write_rollouts(folder / rollout_file_name(rank, ranks), rollouts, self._fingerprint)
+        self._generator.sleep()  # also if nothing was generated: an engine starts awake
         process_group.barrier()
         parts = stored or complete_rollout_files(folder) or []
         stored_rollouts = self._read_batch(parts, block)
@@ -344,11 +332,7 @@ class OnPolicyLoop(TeacherBlocks):
             self._log_sample(block, stored_rollouts)
 
     def _read_batch(self, parts: Sequence[Path], block: range) -> list[Rollout]:
-        """Return the rollouts in the files of a batch.
-
-        Raises:
-            CorruptError: a record does not match its checksum, which covers its run and its place in the file.
-        """
+        """Return the rollouts in the files of a batch."""
         rollouts = []
         for path in parts:
             try:
@@ -384,7 +368,7 @@ class OnPolicyLoop(TeacherBlocks):
         return dict(read_json(path)) if path.is_file() else {}
 
     def _log_sample(self, block: range, rollouts: Sequence[Rollout]) -> None:
-        """Append one rollout of the batch to the log of rollouts, and check the --stop-if conditions."""
+        """Append one rollout of the batch to the log of rollouts."""
         if self._accelerator.is_main_process:
             one = rollouts[0]
             record = {
@@ -397,19 +381,10 @@ class OnPolicyLoop(TeacherBlocks):
             if self._reported is None:  # drop entries of batches that a killed run repeats
                 self._reported = MetricsFile(self._output / ROLLOUTS_FILE, block.start - 1)
             self._reported.write(record)
-        for condition in self._on_policy.stop_if:
-            if condition.is_met(self.rollout_metrics):
-                raise XtkError(
-                    f"--stop-if {condition} ends the run: {condition.name} of the rollouts is "
-                    f"{self.rollout_metrics[condition.name]:.4g}",
-                    where=f"rollout batch of steps {block.start + 1:,} to {block.stop:,} of {self._output}",
-                    hint="use a smaller --learning-rate or --num-iterations, or mix in data with --lmbda below 1; "
-                    "earlier checkpoints are kept",
-                )
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the metrics of `ROLLOUT_METRICS` for some rollouts."""
+    """Return the metrics of some rollouts; they are logged with the prefix `rollout_`."""
     sampled = [rollout.document.sampled_tokens for rollout in rollouts if rollout.document.sampled_tokens is not None]
     ids = [tokens.ids[tokens.sampled_mask].tolist() for tokens in sampled]
     logprobs = np.concatenate([np.zeros(0), *(tokens.logprobs[tokens.sampled_mask] for tokens in sampled)])

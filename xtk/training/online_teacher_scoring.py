@@ -82,9 +82,7 @@ class StoredScores:
 class OnlineDocuments(TextDocuments):
     """Documents in memory that online teachers score block by block.
 
-    Args:
-        token_counts: int32 [teachers, documents], tokens of each teacher; -1: the teacher does not score the document.
-        teachers: the teachers as the losses see them: a mixture is one.
+    `token_counts`: int32 [teachers, documents], -1: not scored. `teachers`: as the losses see them: a mixture is one.
     """
 
     def __init__(
@@ -101,10 +99,7 @@ class OnlineDocuments(TextDocuments):
         """Make the documents of a block ready to be scored; nothing to do here."""
 
     def parts(self, teacher: int, numbers: NDArray[np.int64]) -> list[list[int]]:
-        """Return the documents of a block that a teacher scores, in parts of at most `PART_TOKENS` tokens.
-
-        They also have at most about `PART_BYTES` of log-probabilities, or one document.
-        """
+        """Return the documents that a teacher scores, in parts of up to `PART_TOKENS` tokens, about `PART_BYTES`."""
         most = min(PART_TOKENS, PART_BYTES // self.online_teachers[teacher].bytes_per_position)
         parts: list[list[int]] = []
         size = 0
@@ -133,14 +128,8 @@ class OnlineDocuments(TextDocuments):
 class TeacherBlocks:
     """Iterates over the steps of a run in blocks; teachers score each block before it, in all processes.
 
-    Args:
-        block_steps: steps per block; 0: up to `DEFAULT_BLOCK_STEPS`, within `DEFAULT_BLOCK_BYTES`.
-        documents_of_step: the documents of a step that this process trains on, whose scores it keeps; None: all.
-
-    Attributes:
-        lend_student: context manager with the student's `BackboneWithHead`, for `--teacher self`; its argument selects
-            the weights. Set by the training loop.
-        offload: context manager that moves the student off its device, for --offload-student. Set by the training loop.
+    `block_steps`: 0: up to `DEFAULT_BLOCK_STEPS`, within `DEFAULT_BLOCK_BYTES`. `documents_of_step`: the documents of a
+    step whose scores this process keeps; None: all.
     """
 
     def __init__(
@@ -156,7 +145,10 @@ class TeacherBlocks:
         self._accelerator = accelerator
         self._documents_of_step = documents_of_step or (lambda step: self._order.documents_of_step(step))
         step_bytes = source.bytes_per_document() * len(sampler.documents_of_step(0))
+        # Context manager with the student's `BackboneWithHead`, for `--teacher self`; its argument selects the weights.
+        # Set by the training loop.
         self.lend_student: Callable[[str], AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
+        # Context manager that moves the student off its device, for --offload-student. Set by the training loop.
         self.offload: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self.size = block_steps or max(1, min(DEFAULT_BLOCK_STEPS, int(DEFAULT_BLOCK_BYTES / max(step_bytes, 1.0))))
         self.teacher_seconds = 0.0
@@ -193,16 +185,14 @@ class TeacherBlocks:
         return {"teacher_seconds": round(self.teacher_seconds, 3)}
 
     def finish(self) -> None:
-        """Clean up at the end of the run; nothing to do here."""
+        """End the subprocesses of teachers at the end of the run."""
+        for teacher in self._source.online_teachers:
+            teacher.close()
 
     def score_block(self, block: range, stop: StopListener, folder: Path | None = None) -> bool:
         """Score the documents of a block, each process a part, and keep the scores of this process's documents.
 
-        Args:
-            folder: for `StoredScores`; None: no scores are stored.
-
-        Returns:
-            False if a signal stopped it.
+        `folder`: for `StoredScores`; None: no scores are stored. Return False if a signal stopped it.
         """
         started = time.monotonic()
         accelerator, source = self._accelerator, self._source
@@ -273,7 +263,11 @@ class TeacherBlocks:
                     )
                 if stop.reason(by_signals=True):
                     return False
+            if own:
+                next(scored, None)  # to its end: a subprocess on its own devices stays for the next block
         teacher.release_device()
+        if len(source.online_teachers) > 1:
+            teacher.close()  # they share these devices
         return True
 
 
@@ -290,10 +284,9 @@ def parts_of_process(
 def read_training_documents(
     teachers: Sequence[OnlineTeacher], corpus: Corpus, *, is_routed: bool
 ) -> tuple[list[Document], NDArray[np.int32]]:
-    """Return the documents of a run with their token counts, checked against the teachers' limits.
+    """Return the documents of a run, checked against the teachers' limits, and their token counts.
 
-    Returns:
-        The documents, and int32 [teachers, documents], tokens of each teacher; -1: not scored by it.
+    The counts are int32 [teachers, documents]; -1: not scored by this teacher.
     """
     if not is_routed:
         return read_corpus_for_all(teachers, corpus, COMMAND_NAME)

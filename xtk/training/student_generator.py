@@ -6,7 +6,6 @@ The log-probabilities of an engine are compared with the student's own.
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from xtk.engines.backend import BackendConfig, backends_with, engine_beside_stud
 from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX
 from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import free_device_memory, load_model_config, max_context_length
 from xtk.models.output_head import OutputHead, compute_token_logprobs
 from xtk.models.student_model_setup import StudentModelConfig, is_peft_model
 from xtk.parallel import process_group
@@ -59,11 +59,10 @@ def check_generation_backend(on_policy: OnPolicyConfig, parallel: ParallelConfig
 
 def check_engine_can_load(on_policy: OnPolicyConfig, student: StudentModelConfig) -> None:
     """Refuse a student whose weights a separate engine or server cannot load."""
-    option = "--resize-vocabulary" if student.resize_vocabulary else "--load-in-4bit or --load-in-8bit"
-    if on_policy.backend_class.runs_loaded_model or not (student.resize_vocabulary or student.is_quantized):
+    if on_policy.backend_class.runs_loaded_model or not student.is_quantized:
         return
     raise XtkError(
-        f"--rollout-backend {on_policy.backend} cannot load the weights of a student with {option}",
+        f"--rollout-backend {on_policy.backend} cannot load weights with --load-in-4bit or --load-in-8bit",
         hint="use --rollout-backend transformers, or remove this option",
     )
 
@@ -73,16 +72,8 @@ class StudentGenerator:
 
     The transformers backend uses the training model itself. An engine (vllm) is started from the student's folder in a
     separate process. It gets new weights before each rollout batch except the first, and sleeps between batches if it
-    shares the student's device.
-
-    Args:
-        student: the student's model; unsharded for the transformers backend.
-        device: where it computes; offloaded weights are elsewhere.
-        save_weights: writes the student's current weights into a folder, in a dtype or its own (collective).
-
-    Attributes:
-        uses_training_model: whether it generates with the model in training itself, not with a copy of its weights.
-        main_process_only: whether the main process generates for all: the engine has separate GPUs or is a server.
+    shares the student's device. `save_weights` writes the current weights into a folder, in a dtype or its own
+    (collective).
     """
 
     def __init__(
@@ -94,6 +85,7 @@ class StudentGenerator:
         config: BackendConfig,
         save_weights: Callable[[Path, torch.dtype | None], None],
         output: Path,
+        prompts: Sequence[Prompt],
         *,
         mixed_precision: str,
         seed: int,
@@ -107,15 +99,19 @@ class StudentGenerator:
         self._environment = load_environment(on_policy.environment) if on_policy.environment else None
         self._backend = on_policy.backend_class
         self._has_adapter = is_peft_model(student.model)
+        # Whether it generates with the model in training itself, not with a copy of its weights.
         self.uses_training_model = self._backend.runs_loaded_model
+        # Whether the main process generates for all: the engine has separate GPUs or is a server.
         self.main_process_only = bool(on_policy.devices) or self._backend.uses_servers
         self._in_subprocess = self._backend.needs_subprocess(on_policy.engine)
         self._shares_device = self._device.type == "cuda" and self._in_subprocess and not on_policy.devices
-        self._generator = (
-            None
-            if self.main_process_only and not process_group.is_main_process()
-            else self._open_generator(config, student)
-        )
+        self._generator, self._prompts, self._prompt_lengths = None, prompts, list[int]()
+        if process_group.is_main_process() or not self.main_process_only:
+            if self._environment is None:  # an environment may send the first message
+                documents = [prompt.document for prompt in prompts]
+                tokens = tokenize_prompts(tokenizer, documents, on_policy.chat_template_kwargs)
+                self._prompt_lengths = list(map(len, tokens))
+            self._generator = self._open_generator(config, student)
         self._asleep = self._has_scored = False
         process_group.barrier()  # the main process may have started an engine for all
 
@@ -124,26 +120,25 @@ class StudentGenerator:
             return self._backend.open(replace(config, options={"model": student.model}))
         if not self._in_subprocess:
             return self._backend.open(config)
+        engine = dict(self._on_policy.engine)
+        if self._environment is None:
+            context = max_context_length(load_model_config(config.model))
+            longest = max(self._prompt_lengths, default=0) + self._on_policy.sampling.max_completion_length
+            engine.setdefault("max_model_len", longest if context is None else min(longest, context))
         if self._shares_device:
-            config = replace(
-                config, options={**config.options, "engine": engine_beside_student(self._on_policy.engine)}
-            )
+            engine = engine_beside_student(engine)
+        config = replace(config, options={**config.options, "engine": engine})
         devices = list(self._on_policy.devices)
         if self._shares_device and process_group.world_size() > 1:  # an engine takes the first device that it sees
             devices = [torch.cuda.current_device() if self._device.index is None else self._device.index]
         return SubprocessGenerator(config, self._on_policy.backend, cuda_visible_devices(devices) if devices else None)
 
-    def check_prompts(self, prompts: Sequence[Prompt], max_length: int, *, may_truncate: bool) -> None:
-        """Refuse prompts that leave no space for a completion, before training: their steps would have no rollouts.
-
-        Args:
-            max_length: tokens of a document in training; 0: the context length.
-        """
+    def check_prompts(self, max_length: int, *, may_truncate: bool) -> None:
+        """Refuse prompts that leave no space for a completion in `max_length` tokens, 0: the context length."""
         limit = None if self._generator is None else self._generator.context_length
-        if self._generator is None or self._environment is not None:  # an environment may send the first message
+        if self._generator is None or self._environment is not None:
             return
-        documents = [prompt.document for prompt in prompts]
-        lengths = list(map(len, tokenize_prompts(self._tokenizer, documents, self._on_policy.chat_template_kwargs)))
+        prompts, lengths = self._prompts, self._prompt_lengths
         completion = self._on_policy.sampling.max_completion_length
         longest = max(lengths) + completion if limit is None else min(max(lengths) + completion, limit)
         if max_length and not may_truncate and longest > max_length:
@@ -166,16 +161,13 @@ class StudentGenerator:
     def sync_weights(self, step: int) -> None:
         """Send the student's current weights to the engine, before a rollout batch (collective).
 
-        Args:
-            step: completed steps; at 0 a vllm engine already has the weights of a student without an adapter.
+        At step 0, a vllm engine already has the weights of a student without an adapter.
         """
         if self.uses_training_model:
             return
         if self._generator is not None and self._asleep:
             # Memory that torch keeps after a training step would not be free for the engine.
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_device_memory()
             self._generator.wake_up()
         # A server may still have the weights of another run, and an engine loads the model without its adapter.
         if not step and not self._asleep and not self._backend.uses_servers and not self._has_adapter:
@@ -193,11 +185,7 @@ class StudentGenerator:
             self._remove_weights()
 
     def generate(self, prompts: Sequence[Prompt], times_taken: int) -> list[Rollout]:
-        """Return rollouts of prompts.
-
-        Args:
-            times_taken: how often these prompts were used before; changes the sampling seed.
-        """
+        """Return rollouts of prompts; `times_taken`, how often they were used before, changes the sampling seed."""
         if self._generator is None:
             raise RuntimeError("only the main process has a generator; call generate there")
         with autocast(self._precision, self._device):

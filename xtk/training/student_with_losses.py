@@ -44,9 +44,8 @@ class TokenBatch:
 class StudentWithLoss(nn.Module):
     """The student with its losses, so that DDP or FSDP wraps a single forward pass.
 
-    Args:
-        frozen_student: the student before the run, for terms with a shifted target.
-        has_unit_gradient: as in `fused_loss`: no caller scales the total before the backward pass.
+    `frozen_student`: for terms with a shifted target. `has_unit_gradient`: no caller scales the total before the
+    backward pass.
     """
 
     def __init__(
@@ -146,12 +145,7 @@ def parallelize(
 ) -> tuple[nn.Module, list[nn.Parameter]]:
     """Return the student wrapped for its parallel layout, on its devices, and its trainable parameters.
 
-    Args:
-        student_model: the student, unsharded, the same in every process.
-        packing: whether documents are packed; required for context parallel.
-        offload: keep sharded weights and optimizer state in CPU memory (FSDP offload).
-        weights: folder of the weights of a student on the meta device.
-        frozen_student: as in `StudentWithLoss`.
+    The student is unsharded, the same in every process. `weights`: its folder, if it is on the meta device.
     """
     if parallel.cp > 1 and not (packing and student_model.enable_packing() and student_model.supports_context_parallel):
         raise XtkError(
@@ -184,7 +178,7 @@ def parallelize(
         if student_model.model.device.type == "meta":
             assert weights is not None
             device = torch.device("cpu") if offload else accelerator.device
-            read_model_shards(student, student_model.model, weights, device)
+            read_model_shards(student, student_model.model, weights, device, accelerator.device)
         model: nn.Module = student
     else:
         model = accelerator.prepare_model(student)
@@ -198,11 +192,7 @@ def reshard_weights(model: nn.Module) -> None:
 
 
 class GradientClipping:
-    """Norms of the gradients over all shards, and clipping by them.
-
-    Attributes:
-        norms: the norm of the gradients of each placement, on their devices.
-    """
+    """Norms of the gradients over all shards, and clipping by them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         kinds: dict[Any, list[Tensor]] = {}
@@ -213,14 +203,11 @@ class GradientClipping:
                 kinds.setdefault(kind, []).append(gradient)
         self._gradients = list(kinds.values())
         local_norms = map(nn.utils.get_total_norm, self._gradients)
+        # The norm of the gradients of each placement, on their devices.
         self.norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in local_norms]
 
     def clip(self, norms: Sequence[float], max_norm: float) -> float:
-        """Clip the gradients to a total norm; return the norm before clipping.
-
-        Args:
-            max_norm: maximum norm; 0: no clipping.
-        """
+        """Clip the gradients to a total norm, 0: no clipping; return the norm before clipping."""
         norm: float = sum((norm**2 for norm in norms), 0.0) ** 0.5
         if max_norm and norm > max_norm and norm < float("inf"):
             for gradients in self._gradients:

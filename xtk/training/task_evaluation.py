@@ -15,8 +15,13 @@ from xtk import terminal
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import NonFiniteModelError, XtkError
 from xtk.evaluation.generated_answers import ProcessShare, evaluate_answers
-from xtk.evaluation.lm_eval_harness import BATCH_SIZE, Harness, HarnessConfig, preserve_random_states
-from xtk.evaluation.local_task_data import parse_tasks
+from xtk.evaluation.lm_eval_harness import (
+    BATCH_SIZE,
+    Harness,
+    HarnessConfig,
+    parse_task_names,
+    preserve_random_states,
+)
 from xtk.files.atomic_files import canonical_json, sha256, sha256_of_file
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.name_registry import unknown_name_error
@@ -123,18 +128,17 @@ class RewardProblems:
 
 
 class HarnessEvalTasks:
-    """Tasks of lm-evaluation-harness.
-
-    Args:
-        tasks: `gsm8k,mmlu=FOLDER`.
-    """
+    """Tasks of lm-evaluation-harness. `tasks`: `gsm8k,mmlu`."""
 
     def __init__(self, tasks: str, options: HarnessOptions) -> None:
-        self.names, folders = parse_tasks(tasks)
+        self.names = parse_task_names(tasks)
+        if not self.names:
+            raise XtkError(
+                "a value of --eval-tasks is empty", hint="use for example --eval-tasks arc_easy:max_prompts=200"
+            )
         self._harness = Harness(
             HarnessConfig(
                 tasks=self.names,
-                task_folders=folders,
                 include_path=options.include_path,
                 num_fewshot=options.num_fewshot if options.num_fewshot >= 0 else None,
                 limit=options.max_prompts,
@@ -144,17 +148,16 @@ class HarnessEvalTasks:
                 seed=options.seed,
             )
         )
-        self._options, self._folders = options, folders
+        self._options = options
 
     @property
     def identity(self) -> list[Any]:
-        """Its options, and names and checksums of the files of its local folders, which may be anywhere."""
+        """Its options, and names and checksums of the files of its include_path, which may be anywhere."""
         options = {name: str(value) for name, value in asdict(self._options).items()}
-        roots = [*self._folders.values(), *filter(None, [options.pop("include_path")])]
+        root = options.pop("include_path")
         files = [
             [path.relative_to(root).as_posix(), sha256_of_file(path)]
-            for root in roots
-            for path in sorted(Path(root).rglob("*"))
+            for path in (sorted(Path(root).rglob("*")) if root else ())
             if path.is_file() and path.suffix != ".pyc"  # which Python writes when a task's functions are imported
         ]
         return [*self.names, options, files]
@@ -173,7 +176,7 @@ EvalTask = RewardProblems | HarnessEvalTasks  # `names` are the prefixes of its 
 
 
 def parse_eval_task(text: str) -> EvalTask:
-    """Return the task of an --eval-tasks value: `gsm8k,mmlu=FOLDER:num_fewshot=5` or `FILE.jsonl:reward=gsm8k`.
+    """Return the task of an --eval-tasks value: `gsm8k,mmlu:num_fewshot=5` or `FILE.jsonl:reward=gsm8k`.
 
     A comma separates options only before an option name and `=`, so that rewards and templates may contain commas.
     """
@@ -210,8 +213,6 @@ def parse_eval_task(text: str) -> EvalTask:
 
 def parse_eval_tasks(texts: Sequence[str]) -> tuple[EvalTask, ...]:
     """Return the tasks of all --eval-tasks values."""
-    if not all(map(str.strip, texts)):
-        raise XtkError("a value of --eval-tasks is empty", hint="use for example --eval-tasks arc_easy:max_prompts=200")
     tasks = tuple(map(parse_eval_task, texts))
     names = [name for task in tasks for name in task.names]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -233,11 +234,7 @@ def check_supports_eval_tasks(tasks: Sequence[EvalTask], parallel: ParallelConfi
 
 
 class TaskEvaluator:
-    """Evaluates the current student on --eval-tasks; every process creates one and calls it at the same steps.
-
-    Args:
-        student: the model, unsharded.
-    """
+    """Evaluates the unsharded student on --eval-tasks; every process creates one and calls it at the same steps."""
 
     def __init__(
         self, tasks: Sequence[EvalTask], student: BackboneWithHead, tokenizer: Tokenizer, mixed_precision: str

@@ -16,11 +16,7 @@ from xtk.runs.metrics_file import metric_name, peak_memory_bytes
 
 
 class ThroughputMeter:
-    """Measures throughput, data wait and memory between logged steps.
-
-    Args:
-        tokens: tokens of the run before this start.
-    """
+    """Measures throughput, data wait and memory between logged steps; `tokens`: of the run before this start."""
 
     def __init__(self, parallel: ParallelConfig, device: torch.device, teachers: Sequence[str], tokens: int) -> None:
         self._layout, self._device, self._teachers = parallel, device, teachers

@@ -43,14 +43,10 @@ INVERSE_SQRT_TIMESCALE = 10_000
 def lr_factor(
     schedule: str, step: int, num_steps: int, warmup_steps: int, *, min_lr_rate: float = 0.0, decay_ratio: float = 0.0
 ) -> float:
-    """Return the factor of the learning rate at a step.
+    """Return the factor of the learning rate at a step, counted from 0.
 
     The factor is above 0 at the first step and the last one (at least `min_lr_rate`), so that no step is wasted.
-
-    Args:
-        schedule: one of `SCHEDULES`.
-        step: counted from 0.
-        decay_ratio: fraction of the steps in which warmup_stable_decay decays, as a cosine.
+    warmup_stable_decay decays as a cosine in the fraction `decay_ratio` of the steps.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -128,12 +124,7 @@ class TrainConfig(
         return max(1, math.ceil(self.num_train_epochs * documents / size))
 
     def effective_documents_per_step(self, documents: int, num_data_shards: int) -> int:
-        """Return the documents per optimizer step, at most those of an epoch, so that a step has no duplicates.
-
-        Args:
-            documents: documents of the data; on-policy, number of prompts.
-            num_data_shards: number of processes with different documents.
-        """
+        """Return the documents (on-policy: prompts) per step, at most those of an epoch, without duplicates."""
         per_epoch = documents * (1 if self.on_policy is None else self.on_policy.num_generations)
         return min(self.documents_per_step(num_data_shards), per_epoch)
 

@@ -16,22 +16,20 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.errors import MismatchError, XtkError
-from xtk.files.atomic_files import canonical_json, read_json, set_default_permissions, sha256
-from xtk.files.output import Output, OutputKind, write_output_folder
+from xtk.files.atomic_files import canonical_json, set_default_permissions, sha256
+from xtk.files.output import Output, write_output_folder
 from xtk.models.causal_lm import DTYPES, check_loadable, load_causal_lm, load_model_config
 from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.models.safetensors_headers import read_input_embedding
 from xtk.models.saved_model import save_model, stop_token_ids
-from xtk.models.student_model_setup import VOCABULARY_MULTIPLE
 from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
 from xtk.projection.disk_cache import cached_projection
 from xtk.projection.file import read_projection
 from xtk.projection.vocabulary_pair import SparseEntries
 from xtk.runs.folder import (
-    RUN_MANIFEST,
-    check_listed_files,
     fsync_and_hash,
+    model_folder_kind,
     read_run_manifest,
     write_run_manifest,
 )
@@ -43,6 +41,8 @@ from xtk.transplant.token_sources import TokenSources
 from xtk.transplant.tokenizer_folder import tokenizer_settings, write_tokenizer
 
 TRANSPLANT_KIND = "transplanted-model"
+# A new vocabulary has a multiple of this many rows, for tensor cores and vocabulary shards.
+VOCABULARY_MULTIPLE = 64
 _POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)$")  # tables with a row for each position
 ROLES = ("bos", "eos", "pad")
 # Settings of generation configurations with token ids, in addition to names that end in `_token_id`.
@@ -52,44 +52,25 @@ KEPT = "kept"  # the method of a pruned vocabulary, in the manifest
 
 @dataclass(frozen=True)
 class TransplantConfig:
-    """A transplant.
+    """A transplant."""
 
-    Attributes:
-        model: folder of the model.
-        adapter: folder of an adapter to merge; None: none.
-        old: tokenizer of the model.
-        new: the new tokenizer.
-        method: one of METHODS.
-        donor: with `omp`: folder of a model with the new tokenizer.
-        projection: with `projection`: a projection file of the new tokenizer to the old one; None: `multitoken`.
-        keep_chat_template: use the chat template of the model instead of that of the new tokenizer.
-        dtype: of the written weights; "": that of the model.
-        seed: of the method `random`.
-        kept: int32 [V], for a pruned vocabulary: the old id of each new token; None: another tokenizer.
-    """
-
-    model: Path
-    adapter: Path | None
-    old: Tokenizer
-    new: Tokenizer
-    method: str = "subword"
-    donor: Path | None = None
-    projection: Path | None = None
-    keep_chat_template: bool = False
-    dtype: str = ""
-    seed: int = 0
-    kept: NDArray[np.int32] | None = None
+    model: Path  # folder of the model
+    adapter: Path | None  # folder of an adapter to merge; None: none
+    old: Tokenizer  # tokenizer of the model
+    new: Tokenizer  # the new tokenizer
+    method: str = "subword"  # one of METHODS
+    donor: Path | None = None  # with `omp`: folder of a model with the new tokenizer
+    projection: Path | None = None  # with `projection`: a file from the new tokenizer to the old; None: `multitoken`
+    keep_chat_template: bool = False  # use the chat template of the model instead of that of the new tokenizer
+    dtype: str = ""  # of the written weights; "": that of the model
+    seed: int = 0  # of the method `random`
+    kept: NDArray[np.int32] | None = None  # [V], old id of each token of a pruned vocabulary; None: another tokenizer
 
 
 def transplant_model(
     config: TransplantConfig, output: Path, *, force: bool = False, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Write a model with another tokenizer and return its manifest; an equal one that exists is reused.
-
-    Args:
-        output: the folder to write, atomically.
-        trust_remote_code: run the model's own Python code.
-    """
+    """Write a model with another tokenizer and return its manifest; an equal one that exists is reused."""
     check_transplant(config, output, force=force)
     check_loadable(ModelRef(config.model, config.adapter, trust_remote_code=trust_remote_code), config.old)
     sources = TokenSources(config.new, config.old, config.kept)
@@ -149,26 +130,7 @@ def pruned_tokenizer(files: Mapping[str, bytes], name: str) -> Iterator[Tokenize
         yield Tokenizer(folder, name=name)
 
 
-def _is_transplant(folder: Path) -> bool:
-    return (folder / RUN_MANIFEST).is_file() and read_json(folder / RUN_MANIFEST).get("kind") == TRANSPLANT_KIND
-
-
-def _finished_transplant(output: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of an equal, finished transplant."""
-    content = read_run_manifest(output, (TRANSPLANT_KIND,))
-    previous = content.get("request") or {}
-    different = sorted(name for name in {*request, *previous} if previous.get(name) != request.get(name))
-    if not different:
-        check_listed_files(output, content)
-        return content
-    raise XtkError(
-        "the output folder has a transplanted model with other options or inputs",
-        where=f"{output} (different: {', '.join(different)})",
-        hint="use another -o, or --force to replace it",
-    )
-
-
-TRANSPLANT_FOLDER = OutputKind("a transplanted model", _is_transplant, _finished_transplant, is_folder=True)
+TRANSPLANT_FOLDER = model_folder_kind(TRANSPLANT_KIND, "a transplanted model")
 
 
 def _request(config: TransplantConfig) -> dict[str, Any]:

@@ -18,26 +18,18 @@ NORM_BINS = 64  # tokens of like frequency: a 64th of the vocabulary, by id, sin
 
 
 def new_rows(
-    table: Tensor,
+    table: Tensor,  # [at least U, H], the old rows
     sources: TokenSources,
-    weights: SparseEntries,
-    num_rows: int,
+    weights: SparseEntries,  # of old tokens for other new tokens
+    num_rows: int,  # at least V; rows beyond the tokenizer, and those without weights, get the mean of the old rows
     *,
+    # int32 [V], the old token of each new token that gets the old row unchanged, or -1; None: that of the sources
     copied: NDArray[np.int32] | None = None,
+    # sample rows without weights from the distribution of the old rows instead, with this seed
     sampling_seed: int | None = None,
-    match_norms: bool = False,
+    match_norms: bool = False,  # scale combined rows to the median norm of old rows of like frequency
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first token, rows) of a new table, in order.
-
-    Args:
-        table: [at least U, H], the old rows.
-        weights: of old tokens for other new tokens.
-        num_rows: at least V; rows beyond the tokenizer, and those without weights, get the mean of the old rows.
-        copied: int32 [V], the old token of each new token that gets the old row unchanged, or -1; None: that of the
-            sources.
-        sampling_seed: sample rows without weights from the distribution of the old rows instead, with this seed.
-        match_norms: scale combined rows to the median norm of old rows of like frequency.
-    """
+    """Yield (first token, rows) of a new table, in order."""
     old = table.detach()[: len(sources.old)].float()
     order = np.argsort(weights.rows, kind="stable")
     rows, columns, values = (part[order] for part in weights)

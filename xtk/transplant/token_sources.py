@@ -20,11 +20,6 @@ class TokenSources:
         new: the new tokenizer, V tokens.
         old: the tokenizer of the model, U tokens.
         kept: int32 [V], for a pruned vocabulary: the old id of each new token.
-
-    Attributes:
-        copied: int32 [V], the old token with equal bytes, or the special token with the same role; -1: none.
-        copied_outputs: int32 [V], the same without further copies of an old token with several roles. With the rows of
-            one token in the head, the model would predict each of its copies where it predicted that token.
     """
 
     def __init__(self, new: Tokenizer, old: Tokenizer, kept: NDArray[np.int32] | None = None) -> None:
@@ -33,6 +28,7 @@ class TokenSources:
         if kept is not None:
             self.pair.__dict__["equal_ids"] = kept  # fills the cached property
         self._special_ids, counterparts = match_special_tokens(new, old, repeats_roles=True)
+        # int32 [V], the old token with equal bytes, or the special token with the same role; -1: none.
         self.copied = self.pair.equal_ids.copy()
         if kept is None:
             self.copied[self._special_ids] = counterparts
@@ -40,6 +36,8 @@ class TokenSources:
             self.copied[single] = of_single  # a token of the same name before a further copy
             if new.fingerprint != old.fingerprint:
                 self._copy_unused()
+        # int32 [V], the same without further copies of an old token with several roles. With the rows of one token in
+        # the head, the model would predict each of its copies where it predicted that token.
         self.copied_outputs = self.copied.copy()
         if kept is None:
             self.copied_outputs[np.setdiff1d(self._special_ids, single)] = -1
@@ -66,11 +64,7 @@ class TokenSources:
         return unused
 
     def report(self, combined: NDArray[np.int32]) -> dict[str, object]:
-        """Return numbers of tokens: copied (equal bytes or role), composed (from several), unknown; by category.
-
-        Args:
-            combined: tokens whose rows are combined from old rows; others that are not copied are unknown.
-        """
+        """Return numbers of tokens by category: copied, composed (the tokens `combined`), unknown."""
         composed = np.zeros(len(self.new), np.bool_)
         composed[combined] = True
         composed &= self.copied < 0

@@ -14,11 +14,7 @@ _KEPT_SETTINGS = ("add_bos_token", "add_eos_token", "clean_up_tokenization_space
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, template_of: Tokenizer) -> None:
-    """Write tokenizer.json, its configuration and a chat template.
-
-    Args:
-        template_of: the tokenizer whose chat template is written, if it has one.
-    """
+    """Write tokenizer.json, its configuration and the chat template of `template_of`, if it has one."""
     files = tokenizer.to_files(with_start=True)
     files.pop("chat_template.jinja", None)
     template = template_of.to_files().get("chat_template.jinja")

@@ -35,11 +35,7 @@ _PLACEHOLDER = re.compile(
 
 
 class BpeVocabulary:
-    """The vocabulary and merges of a tokenizer, for pruning.
-
-    Args:
-        tokenizer: byte-level BPE, or BPE with byte fallback.
-    """
+    """The vocabulary and merges of a tokenizer (byte-level BPE, or BPE with byte fallback), for pruning."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

@@ -89,18 +89,16 @@ def test_random_states_are_unchanged_and_invalid_requests_are_refused(outcome):
         in outcome["too long"]
     )
     assert "vLLM allows at most 2" in outcome["too hot"]
-    assert "1 missing" in outcome["missing"]
+    assert "1 are missing" in outcome["missing"]
 
 
 @pytest.mark.parametrize("workers", ["0", "1"], ids=["alone", "with workers of its own"])
 def test_subprocess_generates_the_same_and_receives_weights_through_a_folder(students, workers):
-    from safetensors.torch import load_file
-
     old, new = students
     environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": workers}
     with SubprocessGenerator(backend_config(old, engine=ENGINE), "vllm", environment) as generator:
         assert_equal_completions(generator.generate(make_requests(), GREEDY), greedy_completions(old))
-        generator.update_weights(load_file(new / "model.safetensors").items())
+        generator.update_weights(new)
         assert max_logprob_error(new, generator.generate(make_requests(), SAMPLED)) < 1e-4
         assert_equal_completions(generator.generate(make_requests(), GREEDY), greedy_completions(new))
 
@@ -112,15 +110,3 @@ def test_invalid_engine_options_are_reported_from_the_subprocess(students):
     ):
         with pytest.raises(XtkError, match=message):
             SubprocessGenerator(backend_config(students[0], engine=[option]), "vllm", ENVIRONMENT)
-
-
-def test_failed_chunked_prefill_is_reported_with_a_hint(students):
-    """On a CPU vLLM 0.32 fails when it samples with seeds; a version that does not fail must generate correctly."""
-    small_engine, large_engine = ([*ENGINE, f"max_num_batched_tokens={size}"] for size in (CONTEXT, 8 * CONTEXT))
-    with SubprocessGenerator(backend_config(students[0], engine=small_engine), "vllm", ENVIRONMENT) as generator:
-        try:
-            assert max_logprob_error(students[0], generator.generate(make_requests(), SAMPLED)) < 1e-4
-        except XtkError as outcome:
-            assert "max_num_batched_tokens" in (outcome.hint or "")  # noqa: PT017 (later versions of vLLM may not raise)
-    with SubprocessGenerator(backend_config(students[0], engine=large_engine), "vllm", ENVIRONMENT) as generator:
-        assert max_logprob_error(students[0], generator.generate(make_requests(), SAMPLED)) < 1e-4

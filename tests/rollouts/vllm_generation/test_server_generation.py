@@ -72,11 +72,9 @@ def test_server_completions_equal_those_of_transformers_after_each_weight_update
 
 def test_unsupported_requests_are_refused_and_failed_ones_are_retried(server, students, pair):
     generator = server_generator(students, server.url)
-    with pytest.raises(XtkError, match="loads new weights only from a folder"):
-        generator.update_weights([])
     with pytest.raises(XtkError, match="max-logprobs"):
         generator.generate(make_requests(), SamplingConfig(top_logprobs=30))
-    with pytest.raises(MismatchError, match="another tokenizer"):
+    with pytest.raises(MismatchError, match="tokenizer differs"):
         ServerGenerator(
             BackendConfig(
                 ModelRef(pair.student, name="student"), Tokenizer(pair.student), options={"servers": [server.url]}

@@ -15,7 +15,7 @@ def main() -> None:
     import numpy as np
     import torch
     from rollouts.vllm_generation.generation_requests import CONTEXT, GREEDY, SAMPLED, backend_config, make_requests
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file, save_file
 
     from xtk.errors import XtkError
     from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
@@ -59,17 +59,19 @@ def main() -> None:
         generator.generate, [GenerationRequest(np.ones(CONTEXT, np.int32), (1,))], SAMPLED
     )
     results["too hot"] = error_message(generator.generate, requests, SamplingConfig(temperature=2.5))
-    generator._reload(weights_path=str(new))  # as `update_weights` does, but without its last step
+    generator._reload(new)  # as `update_weights` does, but without its last step
     results["stale"] = to_rows(generator.generate(requests, SAMPLED))
     generator.update_weights(new)
     results["updated"] = to_rows(generator.generate(requests, SAMPLED))
-    weights = load_file(old / "model.safetensors")
-    generator.update_weights(weights.items())
+    generator.update_weights(old)
     results["weights restored"] = to_rows(generator.generate(requests, SAMPLED))
     generator.sleep()
     generator.wake_up()
     results["rested"] = to_rows(generator.generate(requests, SAMPLED))
-    results["missing"] = error_message(generator.update_weights, list(weights.items())[1:])
+    weights = load_file(old / "model.safetensors")
+    weights.popitem()
+    save_file(weights, out.parent / "model.safetensors")
+    results["missing"] = error_message(generator.update_weights, out.parent)
     out.write_text(json.dumps(results))
     generator.close()
 

@@ -59,16 +59,13 @@ def append_symbol(records: NDArray[np.int64], size: int, context: int, symbol: i
 
 @numba_kernel
 def encode_words(
-    records: NDArray[np.int64], frequencies: NDArray[np.int64], before: NDArray[np.int64], words: NDArray[np.uint32]
+    records: NDArray[np.int64],  # [n]
+    frequencies: NDArray[np.int64],  # int64 [contexts * 64], of each symbol
+    # int64 [contexts * 64], the sum of the frequencies of the lower symbols of the same context
+    before: NDArray[np.int64],
+    words: NDArray[np.uint32],  # [2 n + 2], filled
 ) -> int:
-    """Encode records into words, last record first, and return the number of words.
-
-    Args:
-        records: [n].
-        frequencies: int64 [contexts * 64], of each symbol.
-        before: int64 [contexts * 64], the sum of the frequencies of the lower symbols of the same context.
-        words: [2 n + 2], filled.
-    """
+    """Encode records into words, last record first, and return the number of words."""
     state = np.int64(0)
     size = 0
     for at in range(len(records) - 1, -1, -1):
@@ -115,10 +112,7 @@ def append_word(state: Any, left: Any, word: Any) -> tuple[Any, Any]:
 
 @numba_kernel
 def raw_bits_to_number(symbol: int, state: Any) -> tuple[Any, Any]:
-    """Return the number encoded by a symbol and the raw bits in a state, and the state without these bits.
-
-    For a symbol that does not represent a number, the number is 0.
-    """
+    """Return the number (0: none) of a symbol and the raw bits in a state, and the state without these bits."""
     bits = RAW_BITS[Index(symbol)]
     return FIRST_NUMBER[Index(symbol)] + (state & ((1 << bits) - 1)), state >> bits
 

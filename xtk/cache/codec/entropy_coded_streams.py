@@ -21,19 +21,13 @@ EIGHT, SIXTEEN = np.uint32(8), np.uint32(16)
 
 
 class StreamEncoder:
-    """Encodes records as byte streams.
-
-    Args:
-        records: all records of the shard, from which the frequencies are counted.
-
-    Attributes:
-        frequencies: int64 [contexts, NUM_SYMBOLS], of these records.
-    """
+    """Encodes records as byte streams, with the frequencies of `records`, all those of the shard."""
 
     def __init__(self, records: Sequence[NDArray[np.int64]], contexts: int) -> None:
         counts = np.zeros(contexts * NUM_SYMBOLS, np.int64)
         for part in records:
             counts += np.bincount(part & SYMBOL_MASK, minlength=len(counts))
+        # int64 [contexts, NUM_SYMBOLS], of these records.
         self.frequencies = counts_to_frequencies(counts.reshape(contexts, NUM_SYMBOLS))
         self._before = np.cumsum(self.frequencies, 1) - self.frequencies
 
@@ -62,11 +56,7 @@ def bytes_to_words(packed: NDArray[np.uint8], start: int, stop: int) -> Any:
 
 @numba_kernel
 def decode_varints_into(packed: NDArray[np.uint8], numbers: NDArray[np.int64]) -> int:
-    """Decode LEB128 integers from the front of `packed` into `numbers`.
-
-    Returns:
-        The number of bytes read; -1 if the data ends too soon or an integer is too long.
-    """
+    """Decode LEB128 integers into `numbers`; return the bytes read, -1 if the data ends or an integer is too long."""
     at = 0
     for index in range(len(numbers)):
         number, digits = np.int64(0), 0
@@ -92,11 +82,7 @@ def encode_varints(numbers: Sequence[int]) -> bytes:
 
 
 def decode_varints(packed: bytes | memoryview, count: int) -> tuple[list[int], int]:
-    """Return `count` LEB128 integers from the front of `packed`, and the number of bytes read.
-
-    Raises:
-        CorruptError: the data ends too soon, or an integer is too long.
-    """
+    """Return `count` LEB128 integers from the front of `packed`, and the number of bytes read."""
     numbers = np.empty(count, np.int64)
     at = decode_varints_into(np.frombuffer(packed, np.uint8), numbers)
     if at < 0:
@@ -105,11 +91,7 @@ def decode_varints(packed: bytes | memoryview, count: int) -> tuple[list[int], i
 
 
 def split_bytes(packed: bytes | memoryview, at: int, sizes: Sequence[int]) -> list[bytes | memoryview]:
-    """Split `packed` from offset `at` into parts of the given sizes, and return them and the remaining bytes.
-
-    Raises:
-        CorruptError: the parts are longer than the data.
-    """
+    """Split `packed` from offset `at` into parts of the given sizes, and return them and the remaining bytes."""
     parts = []
     for size in sizes:
         parts.append(packed[at : at + size])

@@ -41,11 +41,7 @@ NUM_CONTEXTS = int(FIRST_CONTEXTS[-1])
 
 
 def pack_frequent_ids(frequent_ids: FrequentIds, ranks: NDArray[np.int32]) -> bytes:
-    """Return the frequent ids of a shard as bytes.
-
-    Args:
-        ranks: int32 [U], frequency rank of each id.
-    """
+    """Return the frequent ids of a shard as bytes; `ranks`: int32 [U], frequency rank of each id."""
     out = np.empty(frequent_ids.num_clusters + len(frequent_ids.run_lengths) + 2 * len(frequent_ids.ids), np.int64)
     own = ranks[frequent_ids.ids].astype(np.int64)
     records = out[
@@ -60,20 +56,10 @@ def pack_frequent_ids(frequent_ids: FrequentIds, ranks: NDArray[np.int32]) -> by
 
 
 def unpack_frequent_ids(
-    packed: bytes | memoryview, ids_by_frequency: NDArray[np.int32]
+    packed: bytes | memoryview,  # returned by `pack_frequent_ids`
+    ids_by_frequency: NDArray[np.int32],  # int32 [U], ids by frequency rank
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return the frequent ids of each cluster.
-
-    Args:
-        packed: returned by `pack_frequent_ids`.
-        ids_by_frequency: int32 [U], ids by frequency rank.
-
-    Returns:
-        int64 [C + 1], offsets of the clusters; int32 [F], ids, with their level context in the bits above ID_BITS.
-
-    Raises:
-        CorruptError: the bytes are not valid.
-    """
+    """Return int64 [C + 1], offsets of the clusters, and int32 [F], their ids, with level contexts above ID_BITS."""
     (clusters, count, size), at = decode_varints(packed, 3)
     if not 1 <= clusters <= NUM_SYMBOLS or count > clusters * len(ids_by_frequency):
         raise corrupt_shard_error("its table of frequent token ids is invalid")
@@ -91,22 +77,14 @@ def unpack_frequent_ids(
 
 @numba_kernel
 def encode_frequent_ids(
-    starts: NDArray[np.int64],
-    runs: NDArray[np.int64],
+    starts: NDArray[np.int64],  # first context of each family (`FIRST_CONTEXTS`)
+    runs: NDArray[np.int64],  # [C], number of runs of each cluster
     lengths: NDArray[np.int64],
-    ranks: NDArray[np.int64],
-    levels: NDArray[np.int64],
-    out: NDArray[np.int64],
+    ranks: NDArray[np.int64],  # [F], frequency ranks of the ids, increasing within a run
+    levels: NDArray[np.int64],  # [F], level contexts
+    out: NDArray[np.int64],  # [C + runs + 2 F], filled
 ) -> int:
-    """Convert the frequent ids of a shard into records; return the number of records.
-
-    Args:
-        starts: first context of each family (`FIRST_CONTEXTS`).
-        runs: [C], number of runs of each cluster.
-        ranks: [F], frequency ranks of the ids, increasing within a run.
-        levels: [F], level contexts.
-        out: [C + runs + 2 F], filled.
-    """
+    """Convert the frequent ids of a shard into records; return the number of records."""
     size = run = at = 0
     for cluster in range(len(runs)):
         size = append_number(out, size, starts[FREQUENT_ID_COUNT], runs[cluster])
@@ -127,19 +105,12 @@ def encode_frequent_ids(
 def decode_frequent_ids(
     stream: NDArray[np.uint8],
     slots: DecodingTables,
-    starts: NDArray[np.int64],
-    order: NDArray[np.int32],
-    frequent_id_starts: NDArray[np.int64],
-    frequent_ids: NDArray[np.int32],
+    starts: NDArray[np.int64],  # first context of each family (`FIRST_CONTEXTS`)
+    order: NDArray[np.int32],  # [U], ids by frequency rank
+    frequent_id_starts: NDArray[np.int64],  # [C + 1], filled
+    frequent_ids: NDArray[np.int32],  # [F], filled: id, and level context above ID_BITS
 ) -> Any:
-    """Decode the frequent ids of a shard and return whether the stream is valid.
-
-    Args:
-        starts: first context of each family (`FIRST_CONTEXTS`).
-        order: [U], ids by frequency rank.
-        frequent_id_starts: [C + 1], filled.
-        frequent_ids: [F], filled: id, and level context above ID_BITS.
-    """
+    """Decode the frequent ids of a shard and return whether the stream is valid."""
     words = bytes_to_words(stream, 0, len(stream))
     state, left = initial_state(words)
     at = 0

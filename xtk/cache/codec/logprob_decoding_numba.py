@@ -53,21 +53,13 @@ NUM_FIELDS = 6
 
 
 class ShardTables(NamedTuple):
-    """Decoding tables that all documents of a shard share.
+    """Decoding tables that all documents of a shard share."""
 
-    Attributes:
-        decoding_tables: of all contexts.
-        context_offsets: int64 [families + 1], the first context of each family.
-        frequent_ids: int32 [F], of all clusters: id, and level context above ID_BITS.
-        frequent_id_starts: int64 [C + 1], offsets of the clusters in `frequent_ids`.
-        ids_by_frequency: int32 [U], ids by frequency rank.
-    """
-
-    decoding_tables: DecodingTables
-    context_offsets: NDArray[np.int64]
-    frequent_ids: NDArray[np.int32]
-    frequent_id_starts: NDArray[np.int64]
-    ids_by_frequency: NDArray[np.int32]
+    decoding_tables: DecodingTables  # of all contexts
+    context_offsets: NDArray[np.int64]  # [families + 1], the first context of each family
+    frequent_ids: NDArray[np.int32]  # [F], of all clusters: id, and level context above ID_BITS
+    frequent_id_starts: NDArray[np.int64]  # [C + 1], offsets of the clusters in `frequent_ids`
+    ids_by_frequency: NDArray[np.int32]  # [U], ids by frequency rank
 
 
 # ----------------------------------------------------------------------------------------------- the observed token
@@ -111,15 +103,13 @@ def odds_context(odds: int, per_nat: int) -> int:
 
 @numba_kernel
 def renormalize_position(
-    others: float, mass: float, products: float, tail: float, tail_product: float
+    others: float,  # log of (1 - probability of the observed token)
+    mass: float,  # sum of the quantized probabilities of the entries
+    products: float,  # sum of probability times log-probability of the entries, quantized
+    tail: float,
+    tail_product: float,  # `tail` times its logarithm
 ) -> tuple[float, float, float]:
     """Return the correction that makes a position's entries and remainder sum to 1 minus the observed probability.
-
-    Args:
-        others: log of (1 - probability of the observed token).
-        mass: sum of the quantized probabilities of the entries.
-        products: sum of probability times log-probability of the entries, quantized.
-        tail_product: `tail` times its logarithm.
 
     Returns:
         The shift of each log-probability, the corrected remainder mass, and the entropy term of the entries and of
@@ -153,17 +143,11 @@ def decode_positions(
     words: NDArray[np.uint32],
     tables: ShardTables,
     per_nat: int,
-    most: int,
-    offsets: NDArray[np.int64],
-    fields: NDArray[np.int64],
+    most: int,  # E, maximum number of entries, including observed tokens
+    offsets: NDArray[np.int64],  # [P + 1], filled; the first entry of each position is the observed token's
+    fields: NDArray[np.int64],  # [NUM_FIELDS, P], filled
 ) -> Any:
-    """Decode the first stream of a document, the fields of its positions, and return whether it is valid.
-
-    Args:
-        most: E, maximum number of entries, including observed tokens.
-        offsets: [P + 1], filled; the first entry of each position is the observed token's.
-        fields: [NUM_FIELDS, P], filled.
-    """
+    """Decode the first stream of a document, the fields of its positions, and return whether it is valid."""
     (symbols, symbol_info), starts = tables.decoding_tables, tables.context_offsets
     state, left = initial_state(words)
     cluster = np.int64(0)
@@ -218,32 +202,19 @@ def decode_positions(
 
 @numba_kernel
 def decode_entries(
-    words: NDArray[np.uint32],
-    level_words: NDArray[np.uint32],
+    words: NDArray[np.uint32],  # the second stream: ids
+    level_words: NDArray[np.uint32],  # the third stream: levels
     tables: ShardTables,
-    grid: NDArray[np.float64],
-    values: NDArray[np.float32],
-    offsets: NDArray[np.int64],
-    clusters: NDArray[np.int64],
-    floors: NDArray[np.int64],
-    ids: NDArray[np.int32],
-    logprobs: NDArray[np.float32],
-    sums: NDArray[np.float64],
+    grid: NDArray[np.float64],  # [3, LEVEL_TABLE_SIZE]: log-probability, probability, and their product, of each level
+    values: NDArray[np.float32],  # [LEVEL_TABLE_SIZE], the log-probabilities as float32
+    offsets: NDArray[np.int64],  # [P + 1]; the first entry of each position is the observed token's
+    clusters: NDArray[np.int64],  # [P]
+    floors: NDArray[np.int64],  # [P]
+    ids: NDArray[np.int32],  # [E], filled except for observed tokens
+    logprobs: NDArray[np.float32],  # [E], filled likewise, not yet renormalized
+    sums: NDArray[np.float64],  # [2, P], filled: sums of p and of p log p of these entries
 ) -> Any:
-    """Decode the second and third stream of a document, ids and levels, and return whether they are valid.
-
-    Args:
-        words: the second stream: ids.
-        level_words: the third stream: levels.
-        grid: [3, LEVEL_TABLE_SIZE]: log-probability, probability, and their product, of each level.
-        values: [LEVEL_TABLE_SIZE], the log-probabilities as float32.
-        offsets: [P + 1]; the first entry of each position is the observed token's.
-        clusters: [P].
-        floors: [P].
-        ids: [E], filled except for observed tokens.
-        logprobs: [E], filled likewise, not yet renormalized.
-        sums: [2, P], filled: sums of p and of p log p of these entries.
-    """
+    """Decode the second and third stream of a document, ids and levels, and return whether they are valid."""
     frequent_ids, frequent_id_starts, order = tables.frequent_ids, tables.frequent_id_starts, tables.ids_by_frequency
     symbols, symbol_info = tables.decoding_tables
     probs, products = grid[1], grid[2]
@@ -300,29 +271,17 @@ def decode_entries(
 
 @numba_kernel
 def complete_positions(
-    observed_ids: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    fields: NDArray[np.int64],
-    sums: NDArray[np.float64],
-    grid: NDArray[np.float64],
-    steps: tuple[float, float, int],
-    ids: NDArray[np.int32],
-    logprobs: NDArray[np.float32],
-    of_positions: NDArray[np.float32],
+    observed_ids: NDArray[np.int32],  # [P]
+    offsets: NDArray[np.int64],  # [P + 1]
+    fields: NDArray[np.int64],  # [NUM_FIELDS, P], from `decode_positions`
+    sums: NDArray[np.float64],  # [2, P], from `decode_entries`
+    grid: NDArray[np.float64],  # [3, LEVEL_TABLE_SIZE]
+    steps: tuple[float, float, int],  # odds step and entropy step in nats, and the number of odds steps per nat
+    ids: NDArray[np.int32],  # [E], completed
+    logprobs: NDArray[np.float32],  # [E], completed and renormalized
+    of_positions: NDArray[np.float32],  # [3, P], filled: remainder mass, log-probability of the observed token, entropy
 ) -> None:
-    """Fill in the observed tokens, and renormalize the probabilities of each position to sum to 1.
-
-    Args:
-        observed_ids: [P].
-        offsets: [P + 1].
-        fields: [NUM_FIELDS, P], from `decode_positions`.
-        sums: [2, P], from `decode_entries`.
-        grid: [3, LEVEL_TABLE_SIZE].
-        steps: odds step and entropy step in nats, and the number of odds steps per nat.
-        ids: [E], completed.
-        logprobs: [E], completed and renormalized.
-        of_positions: [3, P], filled: remainder mass, log-probability of the observed token, entropy.
-    """
+    """Fill in the observed tokens, and renormalize the probabilities of each position to sum to 1."""
     odds_step, entropy_step, _ = steps
     for position in range(len(observed_ids)):
         own, others = odds_to_logprobs(fields[ODDS_FIELD, position], odds_step)
@@ -347,23 +306,15 @@ def complete_positions(
 @numba_kernel
 def decode_logprobs(
     packed: NDArray[np.uint8],
-    bounds: NDArray[np.int64],
+    bounds: NDArray[np.int64],  # start of each stream and end of the last one; the first three streams are decoded
     tables: ShardTables,
-    grid: NDArray[np.float64],
-    values: NDArray[np.float32],
-    steps: tuple[float, float, int],
-    observed_ids: NDArray[np.int32],
-    entries: int,
+    grid: NDArray[np.float64],  # [3, LEVEL_TABLE_SIZE]
+    values: NDArray[np.float32],  # [LEVEL_TABLE_SIZE]
+    steps: tuple[float, float, int],  # odds step and entropy step in nats, and the number of odds steps per nat
+    observed_ids: NDArray[np.int32],  # [P]
+    entries: int,  # E, including observed tokens
 ) -> tuple[Any, Any, Any, Any, Any, bool]:
     """Decode the exact entries of a document, with the three functions above.
-
-    Args:
-        bounds: start of each stream and end of the last one; the first three streams are decoded.
-        grid: [3, LEVEL_TABLE_SIZE].
-        values: [LEVEL_TABLE_SIZE].
-        steps: odds step and entropy step in nats, and the number of odds steps per nat.
-        observed_ids: [P].
-        entries: E, including observed tokens.
 
     Returns:
         offsets int64 [P + 1], ids int32 [E], logprobs float32 [E], clusters int64 [P]; float32 [3, P]: remainder

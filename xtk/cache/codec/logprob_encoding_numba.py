@@ -61,31 +61,18 @@ def append_number_or_special(records: NDArray[np.int64], size: int, context: int
 @numba_kernel
 def encode_positions(
     starts: NDArray[np.int64],
-    clusters: NDArray[np.int64],
-    odds: NDArray[np.int64],
-    entropies: NDArray[np.float64],
-    tails: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    levels: NDArray[np.int64],
-    grid: NDArray[np.float64],
-    steps: tuple[float, float, int],
-    floors: NDArray[np.int64],
-    out: NDArray[np.int64],
+    clusters: NDArray[np.int64],  # [P], of positions
+    odds: NDArray[np.int64],  # [P], log-odds of the observed tokens, in steps; or CERTAIN_ODDS, IMPOSSIBLE_ODDS
+    entropies: NDArray[np.float64],  # [P], nats
+    tails: NDArray[np.int64],  # [P], levels of the remainder mass; NUM_LEVELS: no remainder
+    offsets: NDArray[np.int64],  # [P + 1] of the entries, without observed tokens
+    levels: NDArray[np.int64],  # [E]
+    grid: NDArray[np.float64],  # [3, LEVEL_TABLE_SIZE]: log-probability, probability, and their product, of each level
+    steps: tuple[float, float, int],  # odds step and entropy step in nats, and the number of odds steps per nat
+    floors: NDArray[np.int64],  # [P], filled: the level of the least likely finite entry; -1: no finite entry
+    out: NDArray[np.int64],  # [6 P], filled
 ) -> int:
-    """Convert the fields of a document's positions into records; return the number of records.
-
-    Args:
-        clusters: [P], of positions.
-        odds: [P], log-odds of the observed tokens, in steps; or CERTAIN_ODDS, IMPOSSIBLE_ODDS.
-        entropies: [P], nats.
-        tails: [P], levels of the remainder mass; NUM_LEVELS: no remainder.
-        offsets: [P + 1] of the entries, without observed tokens.
-        levels: [E].
-        grid: [3, LEVEL_TABLE_SIZE]: log-probability, probability, and their product, of each level.
-        steps: odds step and entropy step in nats, and the number of odds steps per nat.
-        floors: [P], filled: the level of the least likely finite entry; -1: no finite entry.
-        out: [6 P], filled.
-    """
+    """Convert the fields of a document's positions into records; return the number of records."""
     odds_step, entropy_step, per_nat = steps
     cluster = size = 0
     for position in range(len(clusters)):
@@ -122,25 +109,15 @@ def encode_positions(
 @numba_kernel
 def encode_entries(
     starts: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    floors: NDArray[np.int64],
-    ranks: NDArray[np.int64],
-    classes: NDArray[np.int64],
-    levels: NDArray[np.int64],
-    ids_out: NDArray[np.int64],
-    levels_out: NDArray[np.int64],
+    offsets: NDArray[np.int64],  # [P + 1]
+    floors: NDArray[np.int64],  # [P]
+    ranks: NDArray[np.int64],  # [E], ranks among the ids of the cluster, increasing within a position
+    classes: NDArray[np.int64],  # [E], level context of each id
+    levels: NDArray[np.int64],  # [E]
+    ids_out: NDArray[np.int64],  # [E], filled
+    levels_out: NDArray[np.int64],  # [E], filled
 ) -> None:
-    """Convert the entries of a document into records: one of its id and one of its level for each entry.
-
-    Args:
-        offsets: [P + 1].
-        floors: [P].
-        ranks: [E], ranks among the ids of the cluster, increasing within a position.
-        classes: [E], level context of each id.
-        levels: [E].
-        ids_out: [E], filled.
-        levels_out: [E], filled.
-    """
+    """Convert the entries of a document into records: one of its id and one of its level for each entry."""
     for position in range(len(floors)):
         place = gap_state = 0
         for entry in range(offsets[position], offsets[position + 1]):

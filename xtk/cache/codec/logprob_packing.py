@@ -13,36 +13,25 @@ from xtk.cache.codec.frequent_token_tables import pack_frequent_ids
 from xtk.cache.codec.integer_coding import NUMBER_LIMIT
 from xtk.cache.codec.logprob_encoding_numba import encode_entries, encode_positions
 from xtk.cache.codec.position_clusters import FrequentIds, choose_num_clusters, cluster_positions, find_frequent_ids
-from xtk.cache.codec.quantization import QuantizationTables, QuantizedLogprobs, quantize, sizes_to_offsets
+from xtk.cache.codec.quantization import QuantizationTables, QuantizedLogprobs, quantize
 from xtk.cache.codec.quantization_levels import NUM_LEVELS, QUANTIZATION_STEPS
 from xtk.cache.codec.sampled_token_coding_numba import encode_samples
 from xtk.cache.codec.symbol_frequencies import pack_frequencies
 from xtk.cache.codec.symbol_probability_contexts import NUM_LEVEL_CONTEXTS, first_contexts, logprob_families
-from xtk.cache.teacher_logprobs import StoredLogprobs
+from xtk.cache.teacher_logprobs import StoredLogprobs, sizes_to_offsets
 from xtk.errors import XtkError
 
 
 def pack_logprobs(
+    # the log-probabilities of each document, and int32 [P], the observed tokens at its positions
     documents: Sequence[tuple[StoredLogprobs, NDArray[np.int32]]],
-    ids_by_frequency: NDArray[np.int32],
-    precision: str,
-    num_sample_sets: int,
-    num_samples: int,
-    has_sample_logprobs: bool,
+    ids_by_frequency: NDArray[np.int32],  # int32 [U], all ids, the most frequent first
+    precision: str,  # a key of `QUANTIZATION_STEPS`
+    num_sample_sets: int,  # R, sample sets per position
+    num_samples: int,  # n, samples per set
+    has_sample_logprobs: bool,  # whether to store log-probabilities of sampled ids
 ) -> tuple[bytes, list[bytes]]:
-    """Return the codec tables of a shard, and the encoded log-probabilities of each of its documents.
-
-    Args:
-        documents: the log-probabilities of each document, and int32 [P], the observed tokens at its positions.
-        ids_by_frequency: int32 [U], all ids, the most frequent first.
-        precision: a key of `QUANTIZATION_STEPS`.
-        num_sample_sets: R, sample sets per position.
-        num_samples: n, samples per set.
-        has_sample_logprobs: whether to store log-probabilities of sampled ids.
-
-    Raises:
-        ValueError: see `quantize`.
-    """
+    """Return the codec tables of a shard, and the encoded log-probabilities of each of its documents."""
     if 2 * len(ids_by_frequency) > NUMBER_LIMIT:
         raise XtkError(
             f"the teacher's vocabulary has {len(ids_by_frequency):,} token ids; this --precision supports at most "
@@ -96,23 +85,16 @@ def _frequent_ids_of(
 
 
 class _RecordEncoder:
-    """Converts quantized documents into records.
-
-    Args:
-        ranks: int32 [U], frequency rank of each id.
-        families: the number of contexts of each family.
-        sets: R, sample sets.
-        num_samples: n, samples per set.
-    """
+    """Converts quantized documents into records."""
 
     def __init__(
         self,
         grid: QuantizationTables,
         frequent_ids: FrequentIds,
-        ranks: NDArray[np.int32],
-        families: list[int],
-        sets: int,
-        num_samples: int,
+        ranks: NDArray[np.int32],  # int32 [U], frequency rank of each id
+        families: list[int],  # the number of contexts of each family
+        sets: int,  # R, sample sets
+        num_samples: int,  # n, samples per set
     ) -> None:
         self.grid, self.num_sample_sets, self.num_samples = grid, sets, num_samples
         self.starts = first_contexts(families)

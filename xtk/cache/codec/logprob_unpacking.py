@@ -11,7 +11,7 @@ from xtk.cache.codec.entropy_coded_streams import decode_varints, decode_varints
 from xtk.cache.codec.frequent_token_tables import unpack_frequent_ids
 from xtk.cache.codec.integer_coding import NUM_SYMBOLS
 from xtk.cache.codec.logprob_decoding_numba import ShardTables, decode_logprobs
-from xtk.cache.codec.quantization import QuantizationTables, entry_owners, sizes_to_offsets
+from xtk.cache.codec.quantization import QuantizationTables, entry_owners
 from xtk.cache.codec.quantization_levels import QUANTIZATION_STEPS
 from xtk.cache.codec.sampled_token_coding_numba import append_samples, decode_samples
 from xtk.cache.codec.symbol_frequencies import make_decoding_tables, unpack_frequencies
@@ -22,7 +22,7 @@ from xtk.cache.codec.symbol_probability_contexts import (
     first_contexts,
     logprob_families,
 )
-from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
+from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs, sizes_to_offsets
 from xtk.errors import CorruptError
 from xtk.files.arrow_validation import corrupt_shard_error
 from xtk.numba_kernel import numba_kernel
@@ -31,47 +31,27 @@ NUM_LOGPROB_STREAMS = 3
 
 
 class DecodingParameters(NamedTuple):
-    """Parameters of a shard for decoding its documents.
-
-    Attributes:
-        shard_tables: of the shard.
-        level_table: float64 [3, LEVEL_TABLE_SIZE]: log-probability, probability, and their product, of each level.
-        level_logprobs: float32 [LEVEL_TABLE_SIZE], the log-probabilities as float32.
-        steps: odds step and entropy step in nats, and the number of odds steps per nat.
-        count_logs: float64 [n + 1], log(max(i, 1)) for i from 0 to n, the samples per set.
-        depth_step: of the depths of sampled ids, nats.
-    """
+    """Parameters of a shard for decoding its documents."""
 
     shard_tables: ShardTables
-    level_table: NDArray[np.float64]
-    level_logprobs: NDArray[np.float32]
-    steps: tuple[float, float, int]
-    count_logs: NDArray[np.float64]
-    depth_step: float
+    level_table: NDArray[np.float64]  # [3, LEVEL_TABLE_SIZE]: log-probability, probability, product, of each level
+    level_logprobs: NDArray[np.float32]  # [LEVEL_TABLE_SIZE], the log-probabilities as float32
+    steps: tuple[float, float, int]  # odds step and entropy step in nats, and the number of odds steps per nat
+    count_logs: NDArray[np.float64]  # [n + 1], log(max(i, 1)) for i from 0 to n, the samples per set
+    depth_step: float  # of the depths of sampled ids, nats
 
 
 class LogprobDecoder:
-    """Decodes the log-probabilities of the documents of a shard.
-
-    Args:
-        ids_by_frequency: int32 [U], all ids, the most frequent first.
-        precision: a key of `QUANTIZATION_STEPS`.
-        num_sample_sets: R, sample sets per position.
-        num_samples: n, samples per set.
-        has_sample_logprobs: whether sampled ids have log-probabilities.
-
-    Raises:
-        CorruptError: the tables are not valid.
-    """
+    """Decodes the log-probabilities of the documents of a shard."""
 
     def __init__(
         self,
         tables: bytes | memoryview,
-        ids_by_frequency: NDArray[np.int32],
-        precision: str,
-        num_sample_sets: int,
-        num_samples: int,
-        has_sample_logprobs: bool,
+        ids_by_frequency: NDArray[np.int32],  # int32 [U], all ids, the most frequent first
+        precision: str,  # a key of `QUANTIZATION_STEPS`
+        num_sample_sets: int,  # R, sample sets per position
+        num_samples: int,  # n, samples per set
+        has_sample_logprobs: bool,  # whether sampled ids have log-probabilities
     ) -> None:
         self._sets, self._grid, self._precision = (
             num_sample_sets,
@@ -97,20 +77,11 @@ class LogprobDecoder:
     def decode_teacher_logprobs(
         self,
         packed: bytes | memoryview,
-        observed_ids: NDArray[np.int32],
-        positions: NDArray[np.int32],
-        sample_set: int | None,
+        observed_ids: NDArray[np.int32],  # int32 [P], the observed tokens at its positions
+        positions: NDArray[np.int32],  # int32 [P]
+        sample_set: int | None,  # number of the sample set, modulo R. None: only exact entries.
     ) -> TeacherLogprobs:
-        """Return a document's log-probabilities with one sample set, or with none.
-
-        Args:
-            observed_ids: int32 [P], the observed tokens at its positions.
-            positions: int32 [P].
-            sample_set: number of the sample set, modulo R. None: only exact entries.
-
-        Raises:
-            CorruptError: the bytes are not valid.
-        """
+        """Return a document's log-probabilities with one sample set, or with none."""
         offsets, ids, logprobs, token_logprobs, of_positions, exact, whole = decode_document(
             np.frombuffer(packed, np.uint8),
             self._parameters,
@@ -137,11 +108,7 @@ class LogprobDecoder:
     def decode_stored_logprobs(
         self, packed: bytes | memoryview, observed_ids: NDArray[np.int32], positions: NDArray[np.int32]
     ) -> StoredLogprobs:
-        """Return all stored log-probabilities of a document; arguments as for `decode_teacher_logprobs`.
-
-        Raises:
-            CorruptError: the bytes are not valid.
-        """
+        """Return all stored log-probabilities of a document; arguments as for `decode_teacher_logprobs`."""
         content = np.frombuffer(packed, np.uint8)
         sizes, bounds, whole = read_stream_layout(
             content, len(positions), self._sets, len(self._parameters.shard_tables.ids_by_frequency)
@@ -231,15 +198,11 @@ def read_stream_layout(
 def decode_document(
     packed: NDArray[np.uint8],
     parameters: DecodingParameters,
-    observed_ids: NDArray[np.int32],
-    sample_set: int,
+    observed_ids: NDArray[np.int32],  # [P]
+    sample_set: int,  # number of the sample set, modulo R. Below 0: none.
     num_sample_sets: int,
 ) -> tuple[Any, Any, Any, Any, Any, Any, bool]:
     """Decode a document with one sample set, or with none.
-
-    Args:
-        observed_ids: [P].
-        sample_set: number of the sample set, modulo R. Below 0: none.
 
     Returns:
         offsets int64 [P + 1], ids int32 [E], logprobs float32 [E], token_logprobs float32 [E] (empty if they are not

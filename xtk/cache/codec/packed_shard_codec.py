@@ -18,14 +18,7 @@ from xtk.cache.token_ids_by_frequency import VocabularyOrder
 
 
 class PackedCodec:
-    """Codec with ids as frequency ranks and log-probabilities as levels, entropy-coded; see docs/reference/codec.md.
-
-    Args:
-        options: "codec" section of the header: "precision", "num_sample_sets" R, "num_samples" n, "sample_logprobs".
-
-    Raises:
-        CorruptError: the tables are not valid.
-    """
+    """Codec with ids as frequency ranks and log-probabilities as levels, entropy-coded; see docs/reference/codec.md."""
 
     needs_vocabulary_order: ClassVar[bool] = True
 
@@ -54,11 +47,7 @@ class PackedCodec:
     def pack(
         cls, documents: CodecInput, options: dict[str, Any], vocabulary_order: VocabularyOrder | None
     ) -> CodecOutput:
-        """Return the shard's codec tables, and for each document the bytes of its tokens and log-probabilities.
-
-        Raises:
-            ValueError: see `quantize`.
-        """
+        """Return the shard's codec tables, and for each document the bytes of its tokens and log-probabilities."""
         assert vocabulary_order is not None
         token_tables, tokens = pack_tokens(
             [(row.ids, row.byte_ends) for row, _ in documents],
@@ -76,29 +65,17 @@ class PackedCodec:
         return encode_varints([len(token_tables)]) + token_tables + signal_tables, tokens, signals
 
     def unpack_tokens(self, packed: memoryview, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return token ids and byte ends of a document, int32 [T] each.
-
-        Raises:
-            CorruptError: the bytes are not valid.
-        """
+        """Return token ids and byte ends of a document, int32 [T] each."""
         return self._token_decoder.decode(packed, length)
 
     def unpack_stored_logprobs(
         self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32]
     ) -> StoredLogprobs:
-        """Return the stored log-probabilities of a document, as far as the precision keeps them.
-
-        Raises:
-            CorruptError: the bytes are not valid.
-        """
+        """Return the stored log-probabilities of a document, as far as the precision keeps them."""
         return self._logprob_decoder.decode_stored_logprobs(packed, ids[positions], positions)
 
     def unpack_teacher_logprobs(
         self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], sample_set: int | None
     ) -> TeacherLogprobs:
-        """Return a document's log-probabilities with one sample set, or with none.
-
-        Raises:
-            CorruptError: the bytes are not valid.
-        """
+        """Return a document's log-probabilities with one sample set, or with none."""
         return self._logprob_decoder.decode_teacher_logprobs(packed, ids[positions], positions, sample_set)

@@ -68,23 +68,14 @@ def cluster_positions(
 
 @numba_kernel
 def assign_clusters(
-    offsets: NDArray[np.int64],
-    ids: NDArray[np.int32],
-    costs: NDArray[np.int32],
-    own: NDArray[np.int32],
-    assigned: NDArray[np.int64],
-    counts: NDArray[np.int64],
+    offsets: NDArray[np.int64],  # [P + 1]
+    ids: NDArray[np.int32],  # [E]
+    costs: NDArray[np.int32],  # [ids, C], of each id in each cluster
+    own: NDArray[np.int32],  # [C], cost of encoding the cluster itself
+    assigned: NDArray[np.int64],  # [P], filled with clusters
+    counts: NDArray[np.int64],  # [ids, C], added to
 ) -> None:
-    """Assign each position to the cheapest cluster, and count the ids of each cluster.
-
-    Args:
-        offsets: [P + 1].
-        ids: [E].
-        costs: [ids, C], of each id in each cluster.
-        own: [C], cost of encoding the cluster itself.
-        assigned: [P], filled with clusters.
-        counts: [ids, C], added to.
-    """
+    """Assign each position to the cheapest cluster, and count the ids of each cluster."""
     clusters = np.uint64(len(own))
     flat, total = costs.ravel(), np.empty(len(own), np.int32)
     for position in range(len(assigned)):
@@ -102,21 +93,14 @@ def assign_clusters(
 
 @dataclass(frozen=True)
 class FrequentIds:
-    """The most frequent ids of each position cluster.
+    """The most frequent ids of each position cluster."""
 
-    Attributes:
-        cluster_starts: int64 [C + 1]: the ids of cluster c are `[starts[c], starts[c + 1])`.
-        ids: int32 [F], in each cluster roughly the most frequent first.
-        level_contexts: int64 [F], below NUM_LEVEL_CONTEXTS - 1: context of each id's levels, by its usual probability.
-        runs: int64 [C], number of runs of each cluster; frequency ranks increase within a run.
-        run_lengths: int64 [total runs].
-    """
-
-    cluster_starts: NDArray[np.int64]
-    ids: NDArray[np.int32]
+    cluster_starts: NDArray[np.int64]  # [C + 1]: the ids of cluster c are `[starts[c], starts[c + 1])`
+    ids: NDArray[np.int32]  # [F], in each cluster roughly the most frequent first
+    # [F], context of each id's levels, by its usual probability; below NUM_LEVEL_CONTEXTS - 1.
     level_contexts: NDArray[np.int64]
-    runs: NDArray[np.int64]
-    run_lengths: NDArray[np.int64]
+    runs: NDArray[np.int64]  # [C], number of runs of each cluster; frequency ranks increase within a run
+    run_lengths: NDArray[np.int64]  # [total runs]
 
     @property
     def num_clusters(self) -> int:
@@ -125,16 +109,12 @@ class FrequentIds:
 
 
 def find_frequent_ids(
-    clusters: NDArray[np.int64], ids: NDArray[np.int32], heights: NDArray[np.int64], ranks: NDArray[np.int32]
+    clusters: NDArray[np.int64],  # [E], cluster of each entry's position
+    ids: NDArray[np.int32],  # [E]
+    heights: NDArray[np.int64],  # [E], number of levels of each entry above the lowest finite level of its position
+    ranks: NDArray[np.int32],  # [U], frequency ranks in the cache, for the order of about equally frequent ids
 ) -> FrequentIds:
-    """Return the most frequent ids of each cluster.
-
-    Args:
-        clusters: [E], cluster of each entry's position.
-        ids: [E].
-        heights: [E], number of levels of each entry above the lowest finite level of its position.
-        ranks: [U], frequency ranks in the cache, for the order of about equally frequent ids.
-    """
+    """Return the most frequent ids of each cluster."""
     count = int(clusters.max()) + 1 if len(clusters) else 1
     width = len(ranks)
     pairs = clusters * width + ids

@@ -15,25 +15,19 @@ from xtk.cache.codec.quantization_levels import (
     level_logprobs,
     nearest_levels,
 )
-from xtk.cache.teacher_logprobs import StoredLogprobs
+from xtk.cache.teacher_logprobs import StoredLogprobs, sizes_to_offsets
 
 
 @dataclass(frozen=True)
 class QuantizationTables:
-    """Tables of the quantization levels of a precision.
+    """Tables of the quantization levels of a precision."""
 
-    Attributes:
-        levels: float64 [NUM_LEVELS], log-probabilities from 0 down, nats.
-        level_table: float64 [3, LEVEL_TABLE_SIZE]: log-probability, probability and their product of each level: first
-            LEVEL_PADDING times NaN, then the levels, then -inf, 0 and 0.
-        logprobs: float32 [LEVEL_TABLE_SIZE], the log-probabilities of `level_table`.
-        steps: odds step and entropy step in nats, and the number of odds steps per nat.
-    """
-
-    levels: NDArray[np.float64]
+    levels: NDArray[np.float64]  # [NUM_LEVELS], log-probabilities from 0 down, nats
+    # [3, LEVEL_TABLE_SIZE]: log-probability, probability and their product of each level: first LEVEL_PADDING times
+    # NaN, then the levels, then -inf, 0 and 0.
     level_table: NDArray[np.float64]
-    logprobs: NDArray[np.float32]
-    steps: tuple[float, float, int]
+    logprobs: NDArray[np.float32]  # [LEVEL_TABLE_SIZE], the log-probabilities of `level_table`
+    steps: tuple[float, float, int]  # odds step and entropy step in nats, and the number of odds steps per nat
 
     @classmethod
     def for_precision(cls, name: str) -> QuantizationTables:
@@ -49,38 +43,21 @@ class QuantizationTables:
 
 @dataclass(frozen=True)
 class QuantizedLogprobs:
-    """Quantized log-probabilities of a document; entropies are rounded only when they are encoded.
+    """Quantized log-probabilities of a document; entropies are rounded only when they are encoded."""
 
-    Attributes:
-        observed_odds: int64 [P], log-odds of the observed tokens, in steps; or CERTAIN_ODDS, IMPOSSIBLE_ODDS.
-        tail_levels: int64 [P], levels of the remainder mass; NUM_LEVELS: no remainder.
-        entropies: float64 [P], nats.
-        offsets: int64 [P + 1], of the exact entries without the observed tokens.
-        entry_positions: int64 [E], the position of each entry.
-        ids: int32 [E].
-        levels: int64 [E]; NUM_LEVELS: probability 0.
-        sampled_offsets: int64 [P * R + 1], as in `StoredLogprobs`.
-        sampled_positions: int64 [D], the positions of sampled ids.
-        sampled_ids: int32 [D].
-        sample_counts: int64 [D].
-        num_sample_sets: R.
-        sampled_depths: int64 [D], log-probabilities of sampled ids below that of the remainder, in steps; empty: not
-            stored.
-    """
-
-    observed_odds: NDArray[np.int64]
-    tail_levels: NDArray[np.int64]
-    entropies: NDArray[np.float64]
-    offsets: NDArray[np.int64]
-    entry_positions: NDArray[np.int64]
-    ids: NDArray[np.int32]
-    levels: NDArray[np.int64]
-    sampled_offsets: NDArray[np.int64]
-    sampled_positions: NDArray[np.int64]
-    sampled_ids: NDArray[np.int32]
-    sample_counts: NDArray[np.int64]
-    num_sample_sets: int
-    sampled_depths: NDArray[np.int64]
+    observed_odds: NDArray[np.int64]  # [P], log-odds of the observed tokens, in steps; or CERTAIN_ODDS, IMPOSSIBLE_ODDS
+    tail_levels: NDArray[np.int64]  # [P], levels of the remainder mass; NUM_LEVELS: no remainder
+    entropies: NDArray[np.float64]  # [P], nats
+    offsets: NDArray[np.int64]  # [P + 1], of the exact entries without the observed tokens
+    entry_positions: NDArray[np.int64]  # [E], the position of each entry
+    ids: NDArray[np.int32]  # [E]
+    levels: NDArray[np.int64]  # [E]; NUM_LEVELS: probability 0
+    sampled_offsets: NDArray[np.int64]  # [P * R + 1], as in `StoredLogprobs`
+    sampled_positions: NDArray[np.int64]  # [D], the positions of sampled ids
+    sampled_ids: NDArray[np.int32]  # [D]
+    sample_counts: NDArray[np.int64]  # [D]
+    num_sample_sets: int  # R
+    sampled_depths: NDArray[np.int64]  # [D], log-probabilities below that of the remainder, in steps; empty: not stored
 
     def __len__(self) -> int:
         return len(self.observed_odds)
@@ -88,23 +65,13 @@ class QuantizedLogprobs:
 
 def quantize(
     stored_logprobs: StoredLogprobs,
-    observed_ids: NDArray[np.int32],
+    observed_ids: NDArray[np.int32],  # int32 [P], the observed tokens
     num_sample_sets: int,
-    num_samples: int,
+    num_samples: int,  # n, samples per set
     grid: QuantizationTables,
-    depth_step: float = 0.0,
+    depth_step: float = 0.0,  # of the log-probabilities of sampled ids, nats; 0: they are not stored
 ) -> QuantizedLogprobs:
-    """Return the quantized log-probabilities of a document.
-
-    Args:
-        observed_ids: int32 [P], the observed tokens.
-        num_samples: n, samples per set.
-        depth_step: of the log-probabilities of sampled ids, nats; 0: they are not stored.
-
-    Raises:
-        ValueError: sampled ids lack log-probabilities, the observed token is not exactly once among the exact ids of
-            its position, the number of sample sets is not R, or the counts of a set do not sum to n.
-    """
+    """Return the quantized log-probabilities of a document; ValueError for entries or samples that do not fit."""
     size = len(stored_logprobs)
     owners = entry_owners(stored_logprobs.offsets)
     observed = stored_logprobs.ids == observed_ids[owners]
@@ -157,11 +124,6 @@ def _depths(
     if logprobs is None or not np.isfinite(logprobs).all():  # an id of probability 0 is never sampled
         raise ValueError("sampled ids must have finite log-probabilities")
     return np.rint(np.maximum(remainder_logprobs - logprobs, 0) / depth_step).astype(np.int64)
-
-
-def sizes_to_offsets(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return int64 [n + 1], offsets of n concatenated lists of the given sizes."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
 def entry_owners(offsets: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -26,21 +26,13 @@ LEVEL_TABLE_SIZE = LEVEL_PADDING + NUM_LEVELS + 1
 
 @dataclass(frozen=True)
 class QuantizationSteps:
-    """Quantization steps in nats; the error is at most half a step, plus the renormalization of the position.
+    """Quantization steps in nats; the error is at most half a step, plus the renormalization of the position."""
 
-    Attributes:
-        first_step: of log-probabilities from 0 down to -1.5; then it doubles every 1.5 nats.
-        largest_step: limit of the doubling.
-        odds_step: of the log-odds of the observed token.
-        entropy_step: of the entropy.
-        depth_step: of the depth of a sampled id below the remainder, `ln(M / t(v))`.
-    """
-
-    first_step: float
-    largest_step: float
-    odds_step: float
-    entropy_step: float
-    depth_step: float
+    first_step: float  # of log-probabilities from 0 down to -1.5; then it doubles every 1.5 nats
+    largest_step: float  # limit of the doubling
+    odds_step: float  # of the log-odds of the observed token
+    entropy_step: float  # of the entropy
+    depth_step: float  # of the depth of a sampled id below the remainder, `ln(M / t(v))`
 
     def widest_step(self, logprobs: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
         """Return the widest step between levels at decoded log-probabilities and within half a nat below them."""

@@ -41,25 +41,15 @@ from xtk.numba_kernel import numba_kernel
 @numba_kernel
 def encode_samples(
     context_offsets: NDArray[np.int64],
-    num_samples: int,
-    offsets: NDArray[np.int64],
-    ranks: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    classes: NDArray[np.int64],
-    depths: NDArray[np.int64],
-    out: NDArray[np.int64],
+    num_samples: int,  # n, the sum of the counts of a position with samples
+    offsets: NDArray[np.int64],  # [P + 1], of the sampled ids
+    ranks: NDArray[np.int64],  # [D], ranks among the ids of the cluster, increasing within a position
+    counts: NDArray[np.int64],  # [D], how often each id was sampled
+    classes: NDArray[np.int64],  # [D], level contexts of the ids
+    depths: NDArray[np.int64],  # [D]; empty: not stored
+    out: NDArray[np.int64],  # [P + 3 D], filled
 ) -> int:
-    """Convert one sample set of a document into records; return the number of records.
-
-    Args:
-        num_samples: n, the sum of the counts of a position with samples.
-        offsets: [P + 1], of the sampled ids.
-        ranks: [D], ranks among the ids of the cluster, increasing within a position.
-        counts: [D], how often each id was sampled.
-        classes: [D], level contexts of the ids.
-        depths: [D]; empty: not stored.
-        out: [P + 3 D], filled.
-    """
+    """Convert one sample set of a document into records; return the number of records."""
     size = 0
     for position in range(len(offsets) - 1):
         if offsets[position] == offsets[position + 1]:
@@ -87,19 +77,14 @@ def depth_context(count: int, level_context: int) -> int:
 @numba_kernel
 def decode_samples(
     packed: NDArray[np.uint8],
-    start_at: int,
+    start_at: int,  # start of the stream in `packed`
     stop_at: int,
     tables: ShardTables,
-    clusters: NDArray[np.int64],
+    clusters: NDArray[np.int64],  # [P], of positions
     num_samples: int,
-    entries: int,
+    entries: int,  # D, number of sampled ids
 ) -> tuple[Any, Any, Any, Any, bool]:
     """Decode the stream of one sample set.
-
-    Args:
-        start_at: start of the stream in `packed`.
-        clusters: [P], of positions.
-        entries: D, number of sampled ids.
 
     Returns:
         offsets int64 [P + 1], ids int32 [D] by rank, counts int32 [D], depths int32 [D] (empty if they are not
@@ -170,30 +155,18 @@ def decode_samples(
 
 @numba_kernel
 def append_samples(
-    offsets: NDArray[np.int64],
-    ids: NDArray[np.int32],
-    logprobs: NDArray[np.float32],
-    sampled_offsets: NDArray[np.int64],
-    sampled_ids: NDArray[np.int32],
-    sample_counts: NDArray[np.int32],
-    logs: NDArray[np.float64],
-    depths: NDArray[np.int32],
-    depth_step: float,
-    tail_mass: NDArray[np.float32],
+    offsets: NDArray[np.int64],  # [P + 1], of the exact entries
+    ids: NDArray[np.int32],  # [E]
+    logprobs: NDArray[np.float32],  # [E]
+    sampled_offsets: NDArray[np.int64],  # [P + 1]
+    sampled_ids: NDArray[np.int32],  # [D]
+    sample_counts: NDArray[np.int32],  # [D]
+    logs: NDArray[np.float64],  # [n + 1], log(max(i, 1)) for i from 0 to n
+    depths: NDArray[np.int32],  # [D]; empty: not stored
+    depth_step: float,  # of the depths, nats
+    tail_mass: NDArray[np.float32],  # [P], remainder mass; set to 0 where there are samples
 ) -> tuple[Any, Any, Any, Any]:
     """Append the sampled ids to the exact entries of their positions, with their estimated log-probabilities.
-
-    Args:
-        offsets: [P + 1], of the exact entries.
-        ids: [E].
-        logprobs: [E].
-        sampled_offsets: [P + 1].
-        sampled_ids: [D].
-        sample_counts: [D].
-        logs: [n + 1], log(max(i, 1)) for i from 0 to n.
-        depths: [D]; empty: not stored.
-        depth_step: of the depths, nats.
-        tail_mass: [P], remainder mass; set to 0 where there are samples.
 
     Returns:
         offsets int64 [P + 1], ids int32 [E + D], logprobs float32 [E + D], and token_logprobs float32 [E + D], with the

@@ -38,12 +38,7 @@ def codec_for_precision(precision: str) -> str:
 
 
 class Codec(Protocol):
-    """Encoding of the tokens and log-probabilities of a shard; one object per shard.
-
-    Args:
-        options: "codec" section of the cache header.
-        vocabulary_order: of the cache, if `needs_vocabulary_order`.
-    """
+    """Encoding of the tokens and log-probabilities of a shard; one object per shard."""
 
     needs_vocabulary_order: ClassVar[bool]
 
@@ -80,9 +75,7 @@ class RawCodec:
     position and set int32 [P * R], exact ids int32 [E], their log-probabilities float32 [E], sampled ids int32 [D],
     their counts int32 [D], their log-probabilities float32 [D] (if "sample_logprobs"), and float32 [P] each: remainder
     mass, log-probability of the observed token, entropy.
-
-    Args:
-        options: "codec" section of the header: "num_sample_sets" R, "num_samples" n, "sample_logprobs".
+    `options`: "codec" section of the header: "num_sample_sets" R, "num_samples" n, "sample_logprobs".
     """
 
     needs_vocabulary_order: ClassVar[bool] = False

@@ -18,14 +18,7 @@ FIRST_SLOT_SHIFT, NEXT_GAP_STATE_SHIFT = FREQUENCY_BITS + 1, 2 * FREQUENCY_BITS 
 
 
 def counts_to_frequencies(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return integer frequencies proportional to counts; every symbol that occurs has at least 1.
-
-    Args:
-        counts: [contexts, NUM_SYMBOLS].
-
-    Returns:
-        int64 [contexts, NUM_SYMBOLS]; a context sums to FREQUENCY_TOTAL, or to 0 if it never occurs.
-    """
+    """Return int64 [contexts, NUM_SYMBOLS], proportional to counts: at least 1 if any, sum FREQUENCY_TOTAL (or 0)."""
     totals = counts.sum(1)
     frequencies = np.zeros_like(counts)
     for context in np.flatnonzero(totals):
@@ -57,11 +50,7 @@ def pack_frequencies(frequencies: NDArray[np.int64]) -> bytes:
 
 
 def unpack_frequencies(packed: bytes | memoryview, contexts: int) -> NDArray[np.int64]:
-    """Return int64 [contexts, NUM_SYMBOLS], the frequencies in `packed`.
-
-    Raises:
-        CorruptError: the bytes are not valid frequencies of `contexts` contexts.
-    """
+    """Return int64 [contexts, NUM_SYMBOLS], the frequencies in `packed`."""
     bits = (np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little") + ord("0")).tobytes().decode()
     frequencies = np.zeros((contexts, NUM_SYMBOLS), np.int64)
     at = 0
@@ -88,26 +77,19 @@ def unpack_frequencies(packed: bytes | memoryview, contexts: int) -> NDArray[np.
 
 
 class DecodingTables(NamedTuple):
-    """Lookup tables of the decoder, small enough for the processor's cache.
+    """Lookup tables of the decoder, small enough for the processor's cache."""
 
-    Attributes:
-        symbols: uint8 [contexts * FREQUENCY_TOTAL], the symbol of each slot of each context; UNUSED_SYMBOL in contexts
-            that never occur.
-        symbol_info: int32 [contexts * NUM_SYMBOLS], from the lowest bit: the symbol's frequency (11 bits), its first
-            slot (10), the next gap state (5).
-    """
-
+    # [contexts * FREQUENCY_TOTAL], the symbol of each slot; UNUSED_SYMBOL in contexts that never occur.
     symbols: NDArray[np.uint8]
+    # [contexts * NUM_SYMBOLS], from the lowest bit: frequency (11 bits), first slot (10), next gap state (5).
     symbol_info: NDArray[np.int32]
 
 
-def make_decoding_tables(frequencies: NDArray[np.int64], next_gap_states: NDArray[np.int64]) -> DecodingTables:
-    """Return the decoding tables for some frequencies.
-
-    Args:
-        frequencies: [contexts, NUM_SYMBOLS].
-        next_gap_states: [contexts, NUM_SYMBOLS], the gap state after each symbol.
-    """
+def make_decoding_tables(
+    frequencies: NDArray[np.int64],  # [contexts, NUM_SYMBOLS]
+    next_gap_states: NDArray[np.int64],  # [contexts, NUM_SYMBOLS], the gap state after each symbol
+) -> DecodingTables:
+    """Return the decoding tables for some frequencies."""
     symbols = np.full((len(frequencies), FREQUENCY_TOTAL), UNUSED_SYMBOL, np.uint8)
     symbol_info = np.zeros((len(frequencies), NUM_SYMBOLS), np.int64)
     symbol_info[:, UNUSED_SYMBOL] = FREQUENCY_TOTAL

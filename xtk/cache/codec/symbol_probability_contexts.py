@@ -26,12 +26,7 @@ TOKEN, LENGTH = range(2)
 
 
 def logprob_families(num_clusters: int, num_sample_sets: int, *, has_depths: bool = False) -> list[int]:
-    """Return the number of contexts of each family for log-probabilities.
-
-    Args:
-        num_clusters: C, position clusters.
-        has_depths: whether sampled ids have log-probabilities.
-    """
+    """Return the number of contexts of each family for log-probabilities."""
     sampled = NUM_GAP_STATES if num_sample_sets else 0
     return [
         num_clusters,

@@ -42,17 +42,12 @@ FIRST_CONTEXTS = first_contexts(TOKEN_FAMILIES)
 
 
 def pack_tokens(
+    # ids int32 [T] and byte ends int32 [T] of each document
     documents: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]],
-    ids_by_frequency: NDArray[np.int32],
-    token_bytes: NDArray[np.int32],
+    ids_by_frequency: NDArray[np.int32],  # int32 [U], all ids, the most frequent first
+    token_bytes: NDArray[np.int32],  # int32 [U], usual byte length of each token; 0 if unknown
 ) -> tuple[bytes, list[bytes]]:
-    """Return the codec tables of a shard, and the encoded tokens of each of its documents.
-
-    Args:
-        documents: ids int32 [T] and byte ends int32 [T] of each document.
-        ids_by_frequency: int32 [U], all ids, the most frequent first.
-        token_bytes: int32 [U], usual byte length of each token; 0 if unknown.
-    """
+    """Return the codec tables of a shard, and the encoded tokens of each of its documents."""
     ranks = np.empty(len(ids_by_frequency), np.int64)
     ranks[ids_by_frequency] = np.arange(len(ids_by_frequency))
     records = []
@@ -74,18 +69,13 @@ def pack_tokens(
 
 
 class TokenDecoder:
-    """Decodes the tokens of the documents of a shard.
-
-    Args:
-        ids_by_frequency: int32 [U], as for `pack_tokens`.
-        token_bytes: int32 [U], as for `pack_tokens`.
-
-    Raises:
-        CorruptError: the tables are not valid.
-    """
+    """Decodes the tokens of the documents of a shard."""
 
     def __init__(
-        self, tables: bytes | memoryview, ids_by_frequency: NDArray[np.int32], token_bytes: NDArray[np.int32]
+        self,
+        tables: bytes | memoryview,
+        ids_by_frequency: NDArray[np.int32],  # int32 [U], as for `pack_tokens`
+        token_bytes: NDArray[np.int32],  # int32 [U], as for `pack_tokens`
     ) -> None:
         self._order, self._token_bytes = ids_by_frequency, token_bytes
         contexts = int(FIRST_CONTEXTS[-1])
@@ -94,11 +84,7 @@ class TokenDecoder:
         )
 
     def decode(self, packed: bytes | memoryview, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return ids and byte ends of a document of `length` tokens.
-
-        Raises:
-            CorruptError: the bytes are not valid.
-        """
+        """Return ids and byte ends of a document of `length` tokens."""
         ids, ends, whole = decode_tokens(
             np.frombuffer(packed, np.uint8), self._slots, FIRST_CONTEXTS, self._order, self._token_bytes, length
         )
@@ -109,15 +95,12 @@ class TokenDecoder:
 
 @numba_kernel
 def encode_tokens(
-    starts: NDArray[np.int64], ranks: NDArray[np.int64], lengths: NDArray[np.int64], out: NDArray[np.int64]
+    starts: NDArray[np.int64],
+    ranks: NDArray[np.int64],  # [T]
+    lengths: NDArray[np.int64],  # [T], byte length of each token minus that of its vocabulary entry, zigzag
+    out: NDArray[np.int64],  # [2 T], filled
 ) -> int:
-    """Convert the tokens of a document into records; return the number of records.
-
-    Args:
-        ranks: [T].
-        lengths: [T], byte length of each token minus that of its vocabulary entry, zigzag.
-        out: [2 T], filled.
-    """
+    """Convert the tokens of a document into records; return the number of records."""
     size = before = 0
     for token in range(len(ranks)):
         size = append_number(out, size, starts[TOKEN] + before, ranks[token])
@@ -131,19 +114,11 @@ def decode_tokens(
     stream: NDArray[np.uint8],
     slots: DecodingTables,
     starts: NDArray[np.int64],
-    order: NDArray[np.int32],
-    token_bytes: NDArray[np.int32],
+    order: NDArray[np.int32],  # [U], ids by frequency rank
+    token_bytes: NDArray[np.int32],  # [U], byte length of each vocabulary entry
     length: int,
 ) -> tuple[Any, Any, bool]:
-    """Decode the stream of a document's tokens.
-
-    Args:
-        order: [U], ids by frequency rank.
-        token_bytes: [U], byte length of each vocabulary entry.
-
-    Returns:
-        ids int32 [T], byte ends int32 [T], and whether the stream is valid.
-    """
+    """Decode a document's tokens: ids int32 [T], byte ends int32 [T], and whether the stream is valid."""
     symbols, symbol_info = slots
     words = bytes_to_words(stream, 0, len(stream))
     state, left = initial_state(words)

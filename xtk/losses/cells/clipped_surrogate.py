@@ -18,20 +18,15 @@ class ClippedSurrogateCells(SpanProductCells):
     """Spans of probability P that the student sampled, and their clipped surrogate.
 
     An item's value is `-min(ratio a, clip(ratio, min_ratio, max_ratio) a)`, `ratio = P / P_old`. It has one final cell.
-
-    Attributes:
-        sampling_logprobs: float64 [C], `ln P_old`, at the time of sampling.
-        advantages: float64 [C], a; constants.
-        min_ratio, max_ratio: bounds of the importance ratio.
-        ratio_statistics: float64 [3], accumulated over all evaluated items with a weight above 0: their
-            number, the sum of their importance ratios, and the number of ratios whose clipping sets the gradient to 0.
     """
 
-    sampling_logprobs: Tensor
-    advantages: Tensor
-    min_ratio: float
-    max_ratio: float
+    sampling_logprobs: Tensor  # float64 [C], `ln P_old`, at the time of sampling
+    advantages: Tensor  # float64 [C], a; constants
+    min_ratio: float  # lower bound of the importance ratio
+    max_ratio: float  # upper bound of it
     ignores_remainder: bool = True
+    # float64 [3], accumulated over all evaluated items with a weight above 0: their number, the sum of their importance
+    # ratios, and the number of ratios whose clipping sets the gradient to 0.
     ratio_statistics: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     PER_ITEM: ClassVar[tuple[str, ...]] = (*SpanProductCells.PER_ITEM, "sampling_logprobs", "advantages")

@@ -36,63 +36,38 @@ class LossCells:
     """The cells of one loss over one or more documents: items, their cells, the cells' entries.
 
     Structure is on the CPU; the fields in `ON_DEVICE` are on the device of the logits.
-
-    Attributes:
-        cell_offsets: int64 [C+1], the cells of item c.
-        entry_offsets: int64 [cells+1], the entries of each cell.
-        entry_cells: int32 [entries], the cell of each entry.
-        teacher_probs: [cells], sum to at most 1 per item.
-        rows: int32 [entries], row of the student's logits.
-        tokens: int32 [entries], student token.
-        log_weights: float32 [entries], log of the factor of the entry's probability; None: 0.
-        rows_averaged: float32 [entries], number of rows over which the item of an entry is averaged.
-        first_rows: int64 [C], the first row of each item, sorted.
-        row_counts: int64 [C], number of rows with entries that are read for an item, from its first row on.
-        remainder_probs: float64 [C], the teacher's remainder; 0 where it is within rounding.
-        divergence: between the teacher's and the student's cells.
-        factor: factor of the divergence.
-        ignores_remainder: whether the mass outside of the cells is dropped; then the value can be negative.
-        scale: factor of each item: the term's weight over the global number of items.
-        weights: float32 [C], weight of each item in the sum; None: 1.
-        counts: float64 [C], weight of each item in the denominator; None: 1.
-        sampled_probs: float32 [cells], the teacher's probability of a sampled cell, whose `teacher_probs` is the mass
-            that it represents. Of a cell with exact and sampled tokens, minus the exact mass. 0: exact, or unknown.
-        known_samples: bool [C], whether some of the item's cells have `sampled_probs`; None: none has.
-        corrections: float64 [C], added to the value of each item, not to its gradient, so that values from sampled
-            tokens estimate the divergence. None: none.
-        target_logits: float32 [cells], of a shifted target, which is their softmax over an item's cells and remainder.
-            None: the target is the teacher. From `xtk.losses.teacher_shift`, like the two fields below.
-        target_remainder_logits: float32 [C], of the remainders.
-        reads_frozen_student: whether a pass adds log-probabilities to the two fields above, in place of comparing them.
-        regions: uint8 [C], the region of each item; None: they are not counted.
-        region_sums: float64 [regions + 1], accumulated over all items whose gradient was computed: the weighted values
-            of each region, the last for items of none.
     """
 
-    cell_offsets: Tensor
-    entry_offsets: Tensor
-    entry_cells: Tensor
-    teacher_probs: Tensor
-    rows: Tensor
-    tokens: Tensor
-    log_weights: Tensor | None
-    rows_averaged: Tensor
-    first_rows: Tensor
-    row_counts: Tensor
-    remainder_probs: Tensor
-    divergence: Divergence = FORWARD_KL
-    factor: float = 1.0
-    ignores_remainder: bool = False
-    scale: float = 1.0
-    weights: Tensor | None = None
-    counts: Tensor | None = None
+    cell_offsets: Tensor  # int64 [C+1], the cells of item c
+    entry_offsets: Tensor  # int64 [cells+1], the entries of each cell
+    entry_cells: Tensor  # int32 [entries], the cell of each entry
+    teacher_probs: Tensor  # [cells], sum to at most 1 per item
+    rows: Tensor  # int32 [entries], row of the student's logits
+    tokens: Tensor  # int32 [entries], student token
+    log_weights: Tensor | None  # float32 [entries], log of the factor of the entry's probability; None: 0
+    rows_averaged: Tensor  # float32 [entries], number of rows over which the item of an entry is averaged
+    first_rows: Tensor  # int64 [C], the first row of each item, sorted
+    row_counts: Tensor  # int64 [C], number of rows with entries that are read for an item, from its first row on
+    remainder_probs: Tensor  # float64 [C], the teacher's remainder; 0 where it is within rounding
+    divergence: Divergence = FORWARD_KL  # between the teacher's and the student's cells
+    factor: float = 1.0  # factor of the divergence
+    ignores_remainder: bool = False  # whether the mass outside of the cells is dropped; then the value can be negative
+    scale: float = 1.0  # factor of each item: the term's weight over the global number of items
+    weights: Tensor | None = None  # float32 [C], weight of each item in the sum; None: 1
+    counts: Tensor | None = None  # float64 [C], weight of each item in the denominator; None: 1
+    # float64 [C], added to each item's value, not its gradient: values from sampled tokens estimate the divergence.
     corrections: Tensor | None = None
+    # float32 [cells], the teacher's probability of a sampled cell, whose `teacher_probs` is the mass that it
+    # represents. Of a cell with exact and sampled tokens, minus the exact mass. 0: exact, or unknown.
     sampled_probs: Tensor | None = None
-    known_samples: Tensor | None = None
+    known_samples: Tensor | None = None  # bool [C], whether some cells of the item have `sampled_probs`; None: no
+    # float32 [cells], of a shifted target, which is their softmax over an item's cells and remainder. None: the target
+    # is the teacher. From `xtk.losses.teacher_shift`, like the two fields below.
     target_logits: Tensor | None = None
-    target_remainder_logits: Tensor | None = None
-    reads_frozen_student: bool = False
-    regions: Tensor | None = None
+    target_remainder_logits: Tensor | None = None  # float32 [C], of the remainders
+    reads_frozen_student: bool = False  # whether a pass adds log-probabilities to the two fields above
+    regions: Tensor | None = None  # uint8 [C], the region of each item; None: they are not counted
+    # float64 [regions + 1], weighted values of each region, the last for none, over all items with a computed gradient.
     region_sums: Tensor = field(default_factory=_no_region_sums)
 
     # The fields with a value per item, and those that `to` moves; subclasses add theirs.
@@ -120,17 +95,12 @@ class LossCells:
         remainder_probs: NDArray[np.float64] | None = None,
         **others: Any,
     ) -> Self:
-        """Return cells as tensors on the CPU, with scale 1.
+        """Return cells as tensors on the CPU, with scale 1, from fields of the class; items are sorted by rows.
 
-        Args:
-            cell_offsets: as in the class, like the others; items are sorted by their rows.
-            rows: empty, like `tokens`, in subclasses that list entries on the device.
-            log_weights: None: 0.
-            item_rows: int32 [C], the row of each item, sorted; None: that of its first entry.
-            remainder_probs: float64 [C], the teacher's remainder, where float32 `teacher_probs` are too coarse for it;
-                None: 1 minus their sum.
-            others: other fields, arrays or values. `row_counts`: without it, an item has the rows from its first row to
-                that of its last entry, and is averaged over them.
+        `item_rows`: int32 [C], the row of each item; None: that of its first entry. `remainder_probs`: float64 [C],
+        where float32 `teacher_probs` are too coarse for it; None: 1 minus their sum. Without `row_counts`, an item has
+        the rows from its first row to that of its last entry, and is averaged over them. `rows` and `tokens` are empty
+        in subclasses that list entries on the device.
         """
         size = len(cell_offsets) - 1
         firsts, stops = entry_offsets[cell_offsets[:-1]], entry_offsets[cell_offsets[1:]]
@@ -342,25 +312,17 @@ class LossCells:
         return owners[groups], groups, torch.arange(len(groups)) - (counts.cumsum(0) - counts)[groups]
 
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
-        """Return the weighted sum of the loss over its items, a scalar.
+        """Return the weighted sum of the loss over its items, a scalar, from the student's log-probabilities.
 
-        Args:
-            cells: [cells], the student's log-probabilities.
-            remainders: [remainders], log-probabilities of the remainders.
-            others: log-probabilities of all else in `softmax_reads`; none here.
+        They are those of cells [cells], of remainders [remainders], and of all else in `softmax_reads`; none here.
         """
         return self.divergence_sum(cells, remainders)
 
     def divergence_sum(self, log_probs: Tensor, log_remainders: Tensor, cells: Tensor | None = None) -> Tensor:
-        """Return the weighted sum over items of the divergence between the teacher's and the student's cells.
+        """Return the weighted sum over items of the divergence, from log-probabilities [n] and [remainders].
 
-        Args:
-            log_probs: [n], the student's, of these cells.
-            log_remainders: [remainders], the student's.
-            cells: [n], on the CPU, indices of the compared cells; None: all.
-
-        Returns:
-            A scalar, not negative except for rounding if remainders are not ignored.
+        `cells`: [n], on the CPU, indices of the compared cells; None: all. The sum, a scalar, is not negative except
+        for rounding if remainders are not ignored.
         """
         cell_items, cell_probs, sampled_probs = self.cell_items, self.teacher_probs, self.sampled_probs
         owners, remainder_probs = self.remainders_of_items(log_probs.dtype)
@@ -415,10 +377,8 @@ class LossCells:
     ) -> Tensor:
         """Return the weighted sum over items of the divergence between cells that are given; all on one device.
 
-        Args:
-            cell_items: int64 [n], the item of each cell; `remainder_items`: int64 [r].
-            cell_probs: [n], the teacher's probabilities; `remainder_probs`: [r].
-            log_probs: [n], the student's log-probabilities; `log_remainders`: [r].
+        `cell_items`: int64 [n], the item of each cell; `remainder_items`: int64 [r]. The probabilities are the
+        teacher's, the log-probabilities the student's.
         """
         groups, cell_probs = cell_items, cell_probs.to(log_probs.dtype)
         if not len(remainder_items):

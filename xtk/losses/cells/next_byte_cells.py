@@ -25,28 +25,17 @@ class NextByteCells(LossCells):
     An item's alternatives are the student tokens that begin with these bytes, in groups: tokens that end at the item,
     tokens that continue into none of its cells, then tokens that continue into each of its cells. The groups of all
     items are concatenated; a group is a list of runs of the vocabulary in byte order, and may be empty.
-
-    Attributes:
-        previous_rows: int32 [C], the row of the student's logits that predicts the alternatives; -1: the item has none.
-        is_inside_token: bool [C], whether the item is inside of a student token, where no row predicts the next bytes.
-        cell_tokens: int32, `cell_tokens` of `BytePartition`.
-        first_members: int64 [cells], the index in `cell_tokens` of each cell's first entry.
-        sorted_token_ids: int32 [n], the student's tokens in byte order.
-        run_offsets: int64 [2 C + cells + 1], the runs of each group.
-        firsts: int32 [runs], first index of each run in `sorted_token_ids`.
-        stops: int32 [runs], one past its last index.
-        alternative_offsets: int64 [runs + 1], cumulative sums of `stops - firsts`, on the CPU, so that the number of
-            alternatives is known without reading the device.
     """
 
-    previous_rows: Tensor
-    is_inside_token: Tensor
-    cell_tokens: VocabularyArray
-    first_members: Tensor
-    sorted_token_ids: VocabularyArray
-    run_offsets: Tensor
-    firsts: Tensor
-    stops: Tensor
+    previous_rows: Tensor  # int32 [C], row of the student's logits that predicts the alternatives; -1: there are none
+    is_inside_token: Tensor  # bool [C], whether it is inside of a student token, where no row predicts the next bytes
+    cell_tokens: VocabularyArray  # int32, `cell_tokens` of `BytePartition`
+    first_members: Tensor  # int64 [cells], the index in `cell_tokens` of each cell's first entry
+    sorted_token_ids: VocabularyArray  # int32 [n], the student's tokens in byte order
+    run_offsets: Tensor  # int64 [2 C + cells + 1], the runs of each group
+    firsts: Tensor  # int32 [runs], first index of each run in `sorted_token_ids`
+    stops: Tensor  # int32 [runs], one past its last index
+    # int64 [runs + 1], cumulative sums of `stops - firsts`, on the CPU, so that nothing waits for the device.
     alternative_offsets: Tensor
 
     PER_ITEM: ClassVar[tuple[str, ...]] = (*LossCells.PER_ITEM, "previous_rows", "is_inside_token")
@@ -116,10 +105,8 @@ class NextByteCells(LossCells):
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
         """Return the weighted sum of the divergence between cells, conditioned on the bytes of the alternatives.
 
-        Args:
-            cells: [cells], log-probabilities in the next-token rows; -inf where there is none.
-            remainders: [remainders], log-probabilities of the remainders in these rows.
-            others: [groups], log-probabilities of the alternatives.
+        Log-probabilities of cells, -inf where there is none, and of remainders are those in the next-token rows;
+        `others`: [groups], those of the alternatives.
         """
         (groups,), ending, num_cells = others, self._ending_groups, len(cells)
         owners, remainder_probs = self.remainders_of_items(cells.dtype)
@@ -157,21 +144,14 @@ class NextByteCells(LossCells):
 
 
 class _OfCells(NamedTuple):
-    """Indices for [n] cells followed by remainders, and for groups of alternatives; on one device.
+    """Indices for [n] cells followed by remainders, and for groups of alternatives; on one device."""
 
-    Attributes:
-        items: int64 [n], the item of each.
-        groups: int64 [2, n], the group that ends at the item, and the one of tokens that continue into the cell.
-        group_items: int64 [groups], the item of each group.
-        certain_groups: int64 [a], ending groups of items without alternatives, which have no entries: probability 1.
-        certain_cells: int64 [b], remainders inside of a token, which have no entries: the continuation of the ending
-            group is unknown, and all its mass is in the remainder.
-    """
-
-    items: Tensor
-    groups: Tensor
-    group_items: Tensor
-    certain_groups: Tensor
+    items: Tensor  # int64 [n], the item of each
+    groups: Tensor  # int64 [2, n], the group that ends at the item, and the one of tokens that continue into the cell
+    group_items: Tensor  # int64 [groups], the item of each group
+    certain_groups: Tensor  # int64 [a], ending groups of items without alternatives: no entries, probability 1
+    # int64 [b], remainders inside of a token, which have no entries: the continuation of the ending group is unknown,
+    # and all its mass is in the remainder.
     certain_cells: Tensor
 
 

@@ -23,12 +23,8 @@ def projected_cells(
     and its mass goes to the remainder. The student's is the mean over the item's rows of its projected probability.
     Teacher tokens that no student token maps to are in the remainder of both. If the support is the whole vocabulary,
     the student's remainder may have no mass for them: there the teacher's distribution is conditional on the mapped
-    tokens, so that no item costs `ln(1/epsilon)`.
-
-    Args:
-        example: loss inputs of one or more documents.
-        ranges: rows and teacher positions of each item.
-        is_projection: False for equal tokenizers, where all tokens are mapped but padding rows of the embedding.
+    tokens, so that no item costs `ln(1/epsilon)`. `is_projection`: False for equal tokenizers, where all tokens are
+    mapped but padding rows of the embedding.
     """
     teacher = example.teacher_logprobs
     assert teacher is not None

@@ -61,11 +61,8 @@ class SampledCells:
     ) -> Tensor:
         """Return the estimated divergence of each item, [C].
 
-        Args:
-            remainder_items: int64 [r], the items whose remainder, the mass outside of all cells, was read.
-            remainder_probs: [r], the teacher's remainder. With samples it is only mass that the student cannot reach,
-                which is a cell for divergences that are linear in the teacher, and dropped for others.
-            log_remainders: [r], the student's log-probabilities.
+        `remainder_probs`: [r], the teacher's remainders of `remainder_items`. With samples they are only mass that the
+        student cannot reach, which is a cell for divergences that are linear in the teacher, and dropped for others.
         """
         values = divergence.cell_values(self.probs, self.log_probs) * self.factors
         of_remainders = divergence.cell_values(remainder_probs.clamp_min(divergence.min_remainder), log_remainders)
@@ -87,12 +84,7 @@ class SampledCells:
 
     @torch.no_grad()
     def _slopes(self, divergence: Divergence, student_tail: Tensor, tail_mass: Tensor) -> Tensor:
-        """Return the slope of each item, [C]: of the regression of `f(q)` on `q` for a log-normal `q` of mean `h`.
-
-        Args:
-            student_tail: [C], S.
-            tail_mass: [C], M.
-        """
+        """Return [C], slopes of the regression of `f(q)` on `q` for a log-normal `q` of mean `h`, from S and M [C]."""
         tiny = torch.finfo(student_tail.dtype).tiny
         log_h = student_tail.clamp_min(tiny).log() - tail_mass.clamp_min(tiny).log()
         ratio = FORWARD_KL_VARIANCE_RATIO if divergence.is_linear_in_teacher else TAIL_VARIANCE_RATIO

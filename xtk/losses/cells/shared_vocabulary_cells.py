@@ -31,10 +31,7 @@ def shared_cell_fields(
 ) -> dict[str, Any]:
     """Return the arguments of `SharedVocabularyCells.from_numpy` for items that begin with the given ranges.
 
-    Args:
-        ranges: rows and teacher positions of each item.
-        unit_probs: float64 [C], as in `fill_shared_cells`, which divides them in place.
-        pairs: the tokens that both vocabularies have.
+    `unit_probs`: float64 [C], as in `fill_shared_cells`, which divides them in place.
     """
     cell_offsets, probs, tokens, remainders = fill_shared_cells(
         ranges.position_start, unit_probs, TeacherArrays.from_logprobs(logprobs), pairs.student_of_teacher
@@ -57,15 +54,11 @@ class SharedVocabularyCells(LossCells):
     """Cells of shared tokens in the first row of each item, given that the next token is a shared one.
 
     The remainder contains all other shared tokens. Tokens that are not shared are left out on both sides.
-
-    Attributes:
-        teacher_probs, remainder_probs: the teacher's probabilities, divided by its mass on shared tokens.
-        paired_tokens: int32 [n], the student's shared tokens.
-        top_k: number of cells of an item to compare, the student's most likely ones; the others are added to the
-            remainders. 0, or with the forward KL: all.
+    `teacher_probs` and `remainder_probs` are the teacher's probabilities, divided by its mass on shared tokens.
     """
 
-    paired_tokens: VocabularyArray
+    paired_tokens: VocabularyArray  # int32 [n], the student's shared tokens
+    # Compared cells of an item, the student's most likely; others add to the remainders. 0, or forward KL: all.
     top_k: int = 0
 
     @property
@@ -91,9 +84,8 @@ class SharedVocabularyCells(LossCells):
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
         """Return the weighted sum of the divergence between the distributions over shared tokens.
 
-        Args:
-            remainders: [items], log-probabilities of all tokens that are in no cell.
-            others: [0], no sorted probabilities; and [items], the student's probability of all tokens not shared.
+        `remainders`: [items], of all tokens in no cell. `others`: [0], no sorted probabilities; and [items], the
+        student's probability of all tokens not shared.
         """
         sorted_logprobs, unshared = others
         items = to_device(self.cell_items, cells.device)
@@ -101,11 +93,9 @@ class SharedVocabularyCells(LossCells):
         return self.compare_shared(items, self.teacher_probs, cells, log_rest) + sorted_logprobs.sum()
 
     def shared_remainders(self, remainders: Tensor, unshared: Tensor) -> Tensor:
-        """Return [items], log-probabilities of the shared tokens that are in no cell.
+        """Return [items], log-probabilities of shared tokens in no cell, from those of all tokens in no cell.
 
-        Args:
-            remainders: [items], log-probabilities of all tokens that are in no cell.
-            unshared: [items], the probability of all tokens that are not shared.
+        `unshared`: [items], the probability of all tokens that are not shared.
         """
         # The difference of two sums of the same terms: relative to the remainder, not to 1, where it may be 1e-9.
         finite = torch.finfo(unshared.dtype)
@@ -117,11 +107,8 @@ class SharedVocabularyCells(LossCells):
     def compare_shared(self, items: Tensor, probs: Tensor, log_probs: Tensor, log_rest: Tensor) -> Tensor:
         """Return the weighted sum of the divergence, after dividing the student's probabilities by their sum.
 
-        Args:
-            items: int64 [n], the item of each cell, in any order.
-            probs: [n], the teacher's probabilities.
-            log_probs: [n], the student's log-probabilities.
-            log_rest: [items], log-probabilities of the shared tokens that are in no cell.
+        `items`: int64 [n], the item of each cell, in any order. `log_rest`: [items], of the shared tokens that are in
+        no cell.
         """
         owners = torch.arange(self.num_items, device=items.device)
         totals = group_logsumexp(torch.cat([log_probs, log_rest]), torch.cat([items, owners]), self.num_items)
@@ -156,19 +143,13 @@ class CandidateUnitCells(SharedVocabularyCells):
 
     The distributions over candidates are the softmax of the scores. The score of a token is its log-probability. The
     tokens of a unit are predicted by different rows of the item.
-
-    Attributes:
-        unit_offsets: int64 [C + 1], the units of item c.
-        unit_token_offsets: int64 [units + 1], the tokens of each unit; no unit is empty.
-        unit_rows, unit_tokens: int32 [tokens], the row that predicts each token, and the token.
-        unit_probs: [units], the teacher's probability of each candidate.
     """
 
-    unit_offsets: Tensor
-    unit_token_offsets: Tensor
-    unit_rows: Tensor
-    unit_tokens: Tensor
-    unit_probs: Tensor
+    unit_offsets: Tensor  # int64 [C + 1], the units of item c
+    unit_token_offsets: Tensor  # int64 [units + 1], the tokens of each unit; no unit is empty
+    unit_rows: Tensor  # int32 [tokens], the row that predicts each token
+    unit_tokens: Tensor  # int32 [tokens]
+    unit_probs: Tensor  # [units], the teacher's probability of each candidate
 
     ON_DEVICE: ClassVar[tuple[str, ...]] = (
         *SharedVocabularyCells.ON_DEVICE, "unit_rows", "unit_tokens", "unit_probs",
@@ -199,8 +180,7 @@ class CandidateUnitCells(SharedVocabularyCells):
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
         """Return the weighted sum of the divergence between the distributions over candidates.
 
-        Args:
-            others: [tokens], log-probabilities of the units' tokens; then as in the base class.
+        `others`: [tokens], log-probabilities of the units' tokens; then as in the base class.
         """
         tokens, sorted_logprobs, unshared = others
         device, sizes = cells.device, torch.diff(self.unit_token_offsets)

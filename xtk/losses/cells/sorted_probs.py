@@ -23,25 +23,15 @@ from xtk.projection.vocabulary_array import VocabularyArray
 
 @dataclass(frozen=True, kw_only=True)
 class SortedProbCells(SpanProductCells):
-    """Cells, and in addition sorted probabilities in the last row of each item, which are compared rank by rank.
+    """Cells, and in addition sorted probabilities in the last row of each item, which are compared rank by rank."""
 
-    Attributes:
-        rank_rows: int32 [C], rows of the student's logits.
-        rank_offsets: int64 [C+1], the ranks of item c.
-        rank_probs: float32 [ranks], the teacher's probabilities, descending within an item.
-        min_remainder: float32 [C], lower bound of the teacher's mass after the last rank.
-        max_remainder: float32 [C], upper bound of that mass.
-        excluded_tokens: int32 [n], student tokens that are not ranked; None: all are.
-        rank_weight: factor of the sum of absolute differences.
-    """
-
-    rank_rows: Tensor
-    rank_offsets: Tensor
-    rank_probs: Tensor
-    min_remainder: Tensor
-    max_remainder: Tensor
-    rank_weight: float
-    excluded_tokens: VocabularyArray | None = None
+    rank_rows: Tensor  # int32 [C], rows of the student's logits
+    rank_offsets: Tensor  # int64 [C+1], the ranks of item c
+    rank_probs: Tensor  # float32 [ranks], the teacher's probabilities, descending within an item
+    min_remainder: Tensor  # float32 [C], lower bound of the teacher's mass after the last rank
+    max_remainder: Tensor  # float32 [C], upper bound of that mass
+    rank_weight: float  # factor of the sum of absolute differences
+    excluded_tokens: VocabularyArray | None = None  # int32 [n], student tokens that are not ranked; None: all are
 
     PER_ITEM: ClassVar[tuple[str, ...]] = (
         *SpanProductCells.PER_ITEM, "rank_rows", "min_remainder", "max_remainder",
@@ -62,12 +52,8 @@ class SortedProbCells(SpanProductCells):
         """Return one item per range: cells of paired tokens and ranks of unpaired tokens, both in its last row.
 
         Both distributions are multiplied by the probabilities of the model's own tokens before the last. The teacher's
-        mass after the last rank is at least what it lists there, and at most all that is left.
-
-        Args:
-            ranges: rows and teacher positions of each item.
-            student_of_teacher: int32 [U], the student token paired with each teacher token; -1: none.
-            max_ranks: largest number of ranks per item.
+        mass after the last rank is at least what it lists there, and at most all that is left. `student_of_teacher`:
+        int32 [U], the student token paired with each teacher token; -1: none.
         """
         teacher = example.teacher_logprobs
         assert teacher is not None
@@ -117,9 +103,8 @@ class SortedProbCells(SpanProductCells):
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
         """Return the weighted sum of the divergence between cells and of the differences of ranks.
 
-        Args:
-            others: [ranks], log-probabilities of the student's largest tokens, -inf where there are no more; and
-                [items], the student's probability of all tokens that are ranked.
+        `others`: [ranks], log-probabilities of the student's largest tokens, -inf where there are no more; and [items],
+        the student's probability of all tokens that are ranked.
         """
         sums = self.prefix_sums(cells)
         value = self.divergence_of_products(cells, remainders, sums)

@@ -26,18 +26,14 @@ class SpanProductCells(LossCells):
     """Cells that are multiplied by the student's probabilities of its observed tokens before the last row of an item.
 
     The first cells of an item are its prefix cells: one per row from its first row on, each with one entry, the
-    observed token. All other cells, the final ones, are of the next row. The remainder is the sum, over all these
-    rows, of the mass outside of the row's cells times the probabilities of the prefix tokens before the row. An item
-    without cells has a remainder of probability 1.
-
-    Attributes:
-        teacher_probs: 0 for prefix cells.
-        num_prefix_tokens: int64 [C], number of prefix cells of each item.
-        temperature: tau. If it is not 1, each item has one final cell, of probability P, and `P^(1/tau)` and
-            `1 - P^(1/tau)` are compared with the teacher's probabilities, which are given in this form.
+    observed token. All other cells, the final ones, are of the next row. The remainder is the sum, over all these rows,
+    of the mass outside of the row's cells times the probabilities of the prefix tokens before the row. An item without
+    cells has a remainder of probability 1. `teacher_probs` is 0 for prefix cells.
     """
 
-    num_prefix_tokens: Tensor
+    num_prefix_tokens: Tensor  # int64 [C], number of prefix cells of each item
+    # tau. If it is not 1, each item has one final cell, of probability P, and `P^(1/tau)` and `1 - P^(1/tau)` are
+    # compared with the teacher's probabilities, which are given in this form.
     temperature: float = 1.0
 
     PER_ITEM: ClassVar[tuple[str, ...]] = (*LossCells.PER_ITEM, "num_prefix_tokens")
@@ -101,15 +97,9 @@ class SpanProductCells(LossCells):
         return sums[places.item_stops] - sums[places.item_starts]
 
     def apply_prefix(self, cells: Tensor, remainders: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of final cells and remainders, multiplied by the prefixes.
+        """Return the log-probabilities of final cells, and of items with a remainder, multiplied by the prefixes; fp64.
 
-        Args:
-            cells: [cells], log-probabilities in their own rows.
-            remainders: [remainder rows], log-probabilities of each row's remainder.
-            sums: from `prefix_sums`.
-
-        Returns:
-            [final cells] and [items with a remainder], fp64.
+        They are given for all cells, and for the remainder of each row, in their own rows; `sums`: from `prefix_sums`.
         """
         places = self._places
         logprobs = cells[places.final].double() + sums[places.final_stops] - sums[places.final_starts]
@@ -149,15 +139,10 @@ class SpanProductCells(LossCells):
 
 
 class _Places(NamedTuple):
-    """Indices on the device, int64; starts and stops are in the sums of `SpanProductCells.prefix_sums`.
+    """Indices on the device, int64; starts and stops are in the sums of `SpanProductCells.prefix_sums`."""
 
-    Attributes:
-        prefix, final: in the cells.
-        owners: the items with a remainder.
-    """
-
-    prefix: Tensor
-    final: Tensor
+    prefix: Tensor  # in the cells
+    final: Tensor  # likewise
     final_starts: Tensor
     final_stops: Tensor
     item_starts: Tensor
@@ -165,17 +150,14 @@ class _Places(NamedTuple):
     remainder_starts: Tensor
     remainder_stops: Tensor
     remainder_groups: Tensor
-    owners: Tensor
+    owners: Tensor  # the items with a remainder
 
 
 def log_tempered_remainder(log_probs: Tensor, log_remainders: Tensor, temperature: float) -> Tensor:
-    """Return `ln(1 - P^(1 / tau))`, finite and with a finite gradient at P = 0 and P = 1.
+    """Return `ln(1 - P^(1 / tau))` from `ln P` and `ln(1 - P)` [n], finite, with a finite gradient at P = 0 and P = 1.
 
-    Near `P = 1` it is `ln(1 - P) - ln(tau)`, where `ln(1 - P)` is more precise than `P`; elsewhere `ln P` is used.
-
-    Args:
-        log_probs: [n], `ln P`.
-        log_remainders: [n], `ln(1 - P)`, summed over the remaining tokens.
+    Near `P = 1` it is `ln(1 - P) - ln(tau)`, where `ln(1 - P)`, summed over the remaining tokens, is more precise than
+    `P`; elsewhere `ln P` is used.
     """
     near, half = log_remainders < math.log(0.5), math.log(0.5)
     left = torch.where(near, log_remainders, torch.full_like(log_remainders, half)).exp()

@@ -20,15 +20,10 @@ from xtk.text.tokenizer import Tokenizer
 
 
 class StopClasses(NamedTuple):
-    """The stop tokens of both models, ascending.
+    """The stop tokens of both models, ascending."""
 
-    Attributes:
-        student: int32 [n], at least one.
-        teacher: int32 [m], at least one.
-    """
-
-    student: NDArray[np.int32]
-    teacher: NDArray[np.int32]
+    student: NDArray[np.int32]  # [n], at least one
+    teacher: NDArray[np.int32]  # [m], at least one
 
     @classmethod
     def from_tokenizers(cls, student: Tokenizer, teacher: Tokenizer) -> StopClasses | None:
@@ -101,12 +96,8 @@ def merge_stop_tokens(
 ) -> TeacherLogprobs:
     """Return log-probabilities in which the stop tokens of a position are one entry, the first stop token.
 
-    Exact and sampled entries are added up separately. An observed stop token has the probability of all that are
-    listed exactly. The entropy is that of the exact part after the addition.
-
-    Args:
-        teacher_ids: int32 [S], the observed tokens.
-        stops: int32 [m].
+    Exact and sampled entries are added up separately. An observed stop token has the probability of all that are listed
+    exactly. The entropy is that of the exact part after the addition. `teacher_ids`: int32 [S], the observed tokens.
     """
     entries = np.flatnonzero(np.isin(logprobs.ids, stops))
     if len(stops) == 1 or not len(entries):

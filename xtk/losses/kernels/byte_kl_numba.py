@@ -52,17 +52,12 @@ def fill_byte_cells(
     items: NDArray[np.int64],
     scan_limit: int = LINEAR_SCAN_LIMIT,
 ) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any]:
-    """Return the cells of all items as flat arrays.
+    """Return the cells of all items as flat arrays, for `items` as `find_boundaries` returns them.
 
-    Args:
-        member_offsets: `cell_token_offsets` of `BytePartition`.
-        teacher_members: `num_teacher_tokens` of `BytePartition`.
-        items: boundaries, as `find_boundaries` returns them.
-        scan_limit: linear scan limit in tokens per cell; the result does not depend on it.
-
-    Returns:
-        cell_offsets, entry_offsets, teacher_probs, first_members as in `NextByteCells`, for the next-token rows;
-        run_offsets, firsts, stops for the previous rows; corrections and sampled_probs as in `LossCells`.
+    They are cell_offsets, entry_offsets, teacher_probs, first_members as in `NextByteCells`, for the next-token rows;
+    run_offsets, firsts, stops for the previous rows; corrections and sampled_probs as in `LossCells`. `member_offsets`
+    and `teacher_members`: `cell_token_offsets` and `num_teacher_tokens` of `BytePartition`. The result does not depend
+    on `scan_limit`, the limit of linear scans in tokens per cell.
     """
     cells_of_both, width = len(member_offsets) - 1, len(student.token_cells)
     scratch = make_scratch(cells_of_both, len(student.token_ids), support)
@@ -141,8 +136,7 @@ def fill_teacher_cells(
 ) -> tuple[int, float]:
     """Write the teacher's next-byte distribution at one item into the scratch memory.
 
-    Returns:
-        The number of cells, and the weight E / (E + M) of the teacher's next-token distribution.
+    Returns the number of cells, and the weight E / (E + M) of the teacher's next-token distribution.
     """
     # Arrays of a tuple are read once: in a loop, each access would count references, which costs more than the rest.
     ids, logprobs, exact_stops = support.ids, support.logprobs, support.exact_stops
@@ -259,14 +253,10 @@ def boundary_correction(
 def sampling_correction(
     side: SortedVocabulary, support: TeacherArrays, position: int, weight: float, number: int, scratch: BoundaryScratch
 ) -> tuple[float, float]:
-    """Return the sampling correction of one item's cells, and the mass left by the sampled tokens' estimates.
+    """Return the sampling correction of one item's cells, without the remainder, in nats; and 1 minus the sampled mass.
 
-    Args:
-        position: index of the teacher's next-token distribution at the item.
-        scratch: the item's cells, `slots` below 0 for those that the student cannot reach; `probs` are overwritten.
-
-    Returns:
-        The correction without the remainder, in nats, and 1 minus the mass attributed to sampled tokens.
+    `position`: of the teacher's next-token distribution. `slots` are below 0 for cells that the student cannot reach;
+    `probs` are overwritten.
     """
     correction, outside = 0.0, 1.0
     surprisal = support.mean_surprisals[position]

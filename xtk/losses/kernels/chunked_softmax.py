@@ -43,67 +43,41 @@ TRITON = _load_triton_kernels()
 
 @dataclass(frozen=True)
 class EntryGroups:
-    """Entries (row, token) of a chunk's softmax, in groups whose log-sum-exp a loss needs.
+    """Entries (row, token) of a chunk's softmax, in groups whose log-sum-exp a loss needs."""
 
-    Attributes:
-        rows, tokens: [entries].
-        groups: [entries], sorted; a group may be empty.
-        num_groups: number of groups.
-        log_weights: [entries], log of the factor of each probability; None: 0.
-        has_one_each: whether each group is known to have one entry.
-    """
-
-    rows: Tensor
-    tokens: Tensor
-    groups: Tensor
-    num_groups: int
-    log_weights: Tensor | None = None
-    has_one_each: bool = False
+    rows: Tensor  # [entries]
+    tokens: Tensor  # [entries]
+    groups: Tensor  # [entries], sorted; a group may be empty
+    num_groups: int  # number of groups
+    log_weights: Tensor | None = None  # [entries], log of the factor of each probability; None: 0
+    has_one_each: bool = False  # whether each group is known to have one entry
 
 
 @dataclass(frozen=True)
 class SoftmaxReads:
-    """What one loss reads of the softmax of a chunk of rows; rows are relative to the chunk.
+    """What one loss reads of the softmax of a chunk of rows; rows are relative to the chunk."""
 
-    Attributes:
-        cells: the entries of the cells.
-        weights: [entries of cells], their weights within their own row, without the averaging over an item's rows. A
-            remainder is the mass of a row outside of the entries, taken with these weights. None: all are 1, and no
-            (row, token) is listed twice; or there are no remainders.
-        remainder_rows: [n], the rows of the remainders.
-        remainder_groups: [n], sorted, the remainder that each is part of.
-        num_remainders: number of remainders.
-        remainder_log_weights: [n], the log of each row's weight in its remainder.
-        alternatives: further entries, which remainders do not leave out; None: none.
-        largest: which of the largest tokens of rows to find; None: none.
-    """
-
-    cells: EntryGroups
+    cells: EntryGroups  # the entries of the cells
+    # [entries of cells], weights within their own row, without the averaging over an item's rows, also for remainders.
+    # None: all are 1, and no (row, token) is listed twice; or there are no remainders.
     weights: Tensor | None
-    remainder_rows: Tensor
-    remainder_groups: Tensor
-    num_remainders: int
-    remainder_log_weights: Tensor
-    alternatives: EntryGroups | None = None
-    largest: LargestTokens | None = None
+    remainder_rows: Tensor  # [n], the rows of the remainders
+    remainder_groups: Tensor  # [n], sorted, the remainder that each is part of
+    num_remainders: int  # number of remainders
+    remainder_log_weights: Tensor  # [n], the log of each row's weight in its remainder
+    alternatives: EntryGroups | None = None  # further entries, which remainders do not leave out; None: none
+    largest: LargestTokens | None = None  # which of the largest tokens of rows to find; None: none
 
 
 @dataclass(frozen=True)
 class LogitsWindow:
-    """The rows and columns of a chunk's logits that are in memory at one time.
+    """The rows and columns of a chunk's logits that are in memory at one time."""
 
-    Attributes:
-        first_row, stop_row: its rows within the chunk.
-        first_token: token id of its first column.
-        num_tokens: number of columns.
-        is_whole_chunk: whether it covers the chunk.
-    """
-
-    first_row: int
-    stop_row: int
-    first_token: int
-    num_tokens: int
-    is_whole_chunk: bool
+    first_row: int  # its first row within the chunk
+    stop_row: int  # one past its last
+    first_token: int  # token id of its first column
+    num_tokens: int  # number of columns
+    is_whole_chunk: bool  # whether it covers the chunk
 
     @property
     def rows(self) -> slice:
@@ -132,14 +106,10 @@ class WindowIndices:
     """Indices into a window of the requested elements.
 
     Elements outside of the window stay in the arrays, with index 0: a selection would wait for the device.
-
-    Attributes:
-        local: the indices.
-        inside: bool, whether each element is in the window; None: all are.
     """
 
-    local: Tensor
-    inside: Tensor | None
+    local: Tensor  # the indices
+    inside: Tensor | None  # bool, whether each element is in the window; None: all are
 
     def select(self, values: Tensor) -> Tensor:
         """Return the values, with -0.0 outside of the window: adding it changes nothing."""
@@ -157,25 +127,15 @@ class WindowIndices:
 
 @dataclass(frozen=True)
 class ChunkStatistics:
-    """Softmax statistics of a chunk, or of a window of it; sums over windows add up to those of the chunk.
+    """Softmax statistics of a chunk, or of a window of it; sums over windows add up to those of the chunk."""
 
-    Attributes:
-        row_max: [n], the largest logit of each row.
-        exp_sums: [n], the sum of `exp(logit - row_max)`.
-        remainder_sums: for each part, [remainder rows], this sum without the part's entries.
-        entry_logits: for each part, [entries], their logits.
-        alternative_logits: for each part with prefix alternatives, [alternatives], their logits.
-        largest: for each part that reads them, the student's largest logits.
-        included_sums: for each such part, [items], the sums over the included tokens.
-    """
-
-    row_max: Tensor
-    exp_sums: Tensor
-    remainder_sums: list[Tensor]
-    entry_logits: list[Tensor]
-    alternative_logits: list[Tensor]
-    largest: list[LargestLogits]
-    included_sums: list[Tensor]
+    row_max: Tensor  # [n], the largest logit of each row
+    exp_sums: Tensor  # [n], the sum of `exp(logit - row_max)`
+    remainder_sums: list[Tensor]  # for each part, [remainder rows], this sum without the part's entries
+    entry_logits: list[Tensor]  # for each part, [entries], their logits
+    alternative_logits: list[Tensor]  # for each part with prefix alternatives, [alternatives], their logits
+    largest: list[LargestLogits]  # for each part that reads them, the student's largest logits
+    included_sums: list[Tensor]  # for each such part, [items], the sums over the included tokens
 
 
 @dataclass(frozen=True)
@@ -293,22 +253,14 @@ def _gather_largest(own: LargestLogits, shard: HeadShard) -> list[LargestLogits]
 
 @dataclass(frozen=True)
 class RankGradients:
-    """Gradients for the student's largest tokens of one part.
+    """Gradients for the student's largest tokens of one part."""
 
-    Attributes:
-        rows, tokens: [H], their rows and token ids.
-        logprob_gradients: [H], of their log-probabilities.
-        mass_gradients: [items], of the total probability of the included tokens.
-        masses: [items], these probabilities.
-        largest: the rows of items, and the included tokens.
-    """
-
-    rows: Tensor
-    tokens: Tensor
-    logprob_gradients: Tensor
-    mass_gradients: Tensor
-    masses: Tensor
-    largest: LargestTokens
+    rows: Tensor  # [H], their rows
+    tokens: Tensor  # [H], their token ids
+    logprob_gradients: Tensor  # [H], of their log-probabilities
+    mass_gradients: Tensor  # [items], of the total probability of the included tokens
+    masses: Tensor  # [items], these probabilities
+    largest: LargestTokens  # the rows of items, and the included tokens
 
 
 @dataclass(frozen=True)
@@ -332,11 +284,8 @@ def logits_gradient(
 
     The gradient is `exponentials * factors`, plus the gradient of each entry at its index, plus that of each remainder
     distributed over the tokens outside of the entries; included tokens of sorted probabilities have more factors.
-    Nothing is added and subtracted again: where a remainder is tiny, its factor is huge.
-
-    Args:
-        window_statistics: result of `read_window`.
-        out: [n, V] of the dtype in which the gradient is used next; None: it must not be rounded.
+    Nothing is added and subtracted again: where a remainder is tiny, its factor is huge. `out`: [n, V] of the dtype in
+    which the gradient is used next; None: it must not be rounded.
     """
     window, exponentials = window_statistics.window, window_statistics.exponentials
     flat = exponentials.view(-1)
@@ -426,11 +375,8 @@ def remove_entries_(values: Tensor, indices: Tensor, whole: Tensor, weights: Ten
 
     The fp32 weights of a token's entries have the sum 1 only up to rounding. The difference would be left of its
     probability, and is more than the remainder of a student that gives all other tokens less than 1e-7. So 0 is left.
-
-    Args:
-        indices: [entries].
-        whole: [entries], the values at the indices before.
-        weights: [entries]; -0.0 for entries outside of the values, whose index is 0.
+    `whole`: [entries], the values at the indices before. `weights`: -0.0 for entries outside of the values, whose index
+    is 0.
     """
     if values.device.type == "cpu":
         return torch.from_numpy(

@@ -15,12 +15,9 @@ from xtk.numba_kernel import numba_kernel
 
 @numba_kernel
 def group_logsumexp_(values: NDArray[np.float32], groups: NDArray[np.int64], count: int) -> NDArray[np.float32]:
-    """Return the log-sum-exp of each group; the values become, in place, their softmax within the group.
+    """Return the log-sum-exp of each of `count` groups; the values become, in place, their softmax within the group.
 
-    Args:
-        values: [n]; overwritten.
-        groups: int64 [n], the group of each value, sorted.
-        count: number of groups; an empty one gets -inf.
+    `groups`: int64 [n], the group of each value, sorted; an empty one gets -inf.
     """
     result = np.full(count, -np.inf, values.dtype)
     start = 0
@@ -93,12 +90,7 @@ def largest_columns(
     """Return the columns of the largest values of some rows, in descending order; -1 where there are no more.
 
     Uses a heap of the K largest values, the smallest on top: of V values in random order about K ln(V / K) enter it.
-
-    Args:
-        values: [n, V].
-        rows: int64 [items].
-        offsets: int64 [items + 1], ranges in the result; their sizes are the numbers of columns per item.
-        included: bool [V], the columns to consider.
+    `offsets`: int64 [items + 1], ranges in the result. `included`: bool [V], the columns to consider.
     """
     result = np.full(offsets[-1], -1, np.int64)
     most = 0

@@ -47,13 +47,9 @@ def can_run(logits: Tensor) -> bool:
 
 
 def subtract_exp_and_sum_(logits: Tensor, row_max: Tensor) -> Tensor:
-    """Turn logits, in place, into `exp(logit - row_max)`; return the sum of each row, [n].
+    """Turn float32 logits, contiguous, in place, into `exp(logit - row_max)`; return the sum of each row, [n].
 
     One pass that reads and writes; PyTorch needs two of them and one that reads.
-
-    Args:
-        logits: float32 [n, V], contiguous.
-        row_max: float32 [n].
     """
     sums = logits.new_empty(len(logits))
     if len(logits):
@@ -64,15 +60,8 @@ def subtract_exp_and_sum_(logits: Tensor, row_max: Tensor) -> Tensor:
 def scale_add_and_cast(values: Tensor, factors: Tensor, indices: Tensor, increments: Tensor, out: Tensor) -> Tensor:
     """Write `values * factors[:, None]`, plus increments at a few indices, into `out` of a smaller dtype; return `out`.
 
-    All sums are in float32. One pass that reads 4 and writes 2 bytes; PyTorch reads and writes 14. `values` is
-    overwritten at the indices.
-
-    Args:
-        values: float32 [n, V], contiguous.
-        factors: float32 [n].
-        indices: int64 [increments], into the flattened values; they may repeat.
-        increments: float32 [increments].
-        out: [n, V], contiguous.
+    All sums are in float32. One pass that reads 4 and writes 2 bytes; PyTorch reads and writes 14. `values`, float32
+    [n, V], contiguous, is overwritten at the indices, int64 [increments], into the flattened values; they may repeat.
     """
     if not len(values):
         return out

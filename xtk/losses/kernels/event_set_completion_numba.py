@@ -27,17 +27,14 @@ def fill_event_sets(
     roots: NDArray[np.int64],
     first_tokens: NDArray[np.int32],
 ) -> tuple[Any, Any, Any, Any]:
-    """Return the event sets that the student's next token completes, at each item.
+    """Return the event sets that the student's next token completes, at each item: int64 [I + 1], and their masses.
+
+    And the first index and one past the last index in byte order of the student tokens that complete each.
 
     Args:
         heads: int32 [U], `LongestPrefixes.event_heads`.
-        roots: int64 [I], the index of the teacher's distribution at the student's position before the item; NONE: the
-            item has no event sets.
+        roots: int64 [I], the teacher's distribution at the student's position before the item; NONE: no event sets.
         first_tokens: int32 [I], the student's observed token at that position.
-
-    Returns:
-        int64 [I + 1], the event sets of each item; their masses; and the first index and one past the last index in
-        byte order of the student tokens that complete each.
     """
     set_offsets, masses = np.zeros(len(roots) + 1, np.int64), np.empty(256, np.float64)
     firsts, stops = np.empty(256, np.int32), np.empty(256, np.int32)

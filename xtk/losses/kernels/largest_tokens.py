@@ -17,32 +17,20 @@ BLOCK_ROWS = 32
 
 @dataclass(frozen=True)
 class LargestLogits:
-    """The student's largest logits of each item, in descending order.
+    """The student's largest logits of each item, in descending order."""
 
-    Attributes:
-        tokens: int64 [ranks]; -1 where there are no more.
-        logits: [ranks]; -inf where there are no more.
-    """
-
-    tokens: Tensor
-    logits: Tensor
+    tokens: Tensor  # int64 [ranks]; -1 where there are no more
+    logits: Tensor  # [ranks]; -inf where there are no more
 
 
 @dataclass(frozen=True)
 class LargestTokens:
-    """Which of the largest tokens of some rows to find: the first few of each item, one per rank.
+    """Which of the largest tokens of some rows to find: the first few of each item, one per rank."""
 
-    Attributes:
-        rows: int64 [items], rows within the chunk, on the CPU.
-        counts: [items], number of ranks of each, on the CPU.
-        rank_items: [ranks], the item of each rank.
-        excluded_tokens: tokens that are not ranked; None: all are.
-    """
-
-    rows: Tensor
-    counts: Tensor
-    rank_items: Tensor
-    excluded_tokens: VocabularyArray | None
+    rows: Tensor  # int64 [items], rows within the chunk, on the CPU
+    counts: Tensor  # [items], number of ranks of each, on the CPU
+    rank_items: Tensor  # [ranks], the item of each rank
+    excluded_tokens: VocabularyArray | None  # tokens that are not ranked; None: all are
 
     def included_mask(self, start: int, width: int, dtype: torch.dtype) -> Tensor | None:
         """Return [width], 1 for ranked tokens from token id `start` on, 0 for excluded ones; None: all are ranked."""
@@ -132,13 +120,7 @@ def largest_by_topk(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor |
     """Return int64 [ranks], the tokens of the largest logits of some rows, descending; -1 where there are no more.
 
     The same as `chunked_softmax_numba.largest_columns`, for GPUs; it works on a few rows at a time, and only on rows
-    with a count above 0.
-
-    Args:
-        logits: [n, V].
-        rows: [items], on the CPU.
-        counts: [items], number of tokens for each, on the CPU.
-        mask: [V], 0 for excluded tokens; None: none are.
+    with a count above 0. `rows` and `counts` are on the CPU; `mask`: [V], 0 for excluded tokens; None: none are.
     """
     device, is_ranked = logits.device, counts > 0
     rows, counts = rows[is_ranked], counts[is_ranked]

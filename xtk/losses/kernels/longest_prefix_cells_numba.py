@@ -51,7 +51,7 @@ def fill_longest_prefix_cells(
     teacher_indices: NDArray[np.int64],
     with_inside: bool,
 ) -> tuple[Any, Any, Any, Any, Any, Any]:
-    """Return the cells of all items as flat arrays.
+    """Return cell_offsets, entry_offsets, teacher_probs, rows, tokens and corrections of all items, as in `LossCells`.
 
     Args:
         observed_logprobs: float32 [P], log-probabilities of the teacher's own tokens.
@@ -59,9 +59,6 @@ def fill_longest_prefix_cells(
         student_tokens: int32 [I], the student's token after each.
         teacher_indices: int64 [I], the index of the teacher's token that begins there, or that it is inside of.
         with_inside: whether items inside of a teacher token have cells.
-
-    Returns:
-        cell_offsets, entry_offsets, teacher_probs, rows, tokens and corrections as in `LossCells`.
     """
     teacher, width = prefixes.teacher, len(student.token_cells)
     member_offsets, members = prefixes.cell_token_offsets, prefixes.cell_tokens
@@ -129,13 +126,8 @@ def _move_spanning_mass(
 ) -> int:
     """Move the probability of a student token that spans a teacher boundary to its cell, out of the one that held it.
 
-    Args:
-        place: the item's columns of the teacher.
-        item: the student's token, the index of the teacher's token, and the item's number.
-        scratch: the item's cells, which are changed.
-
-    Returns:
-        The number of cells.
+    `place`: the item's columns of the teacher. `item`: the student's token, the index of the teacher's token, and the
+    item's number. The cells in `scratch` are changed; their number is returned.
     """
     token, at, number = item
     cut = place[BOUNDARY_BYTES] if place[NEXT_DISTRIBUTION] == NONE else 0
@@ -175,14 +167,11 @@ def spanning_probability(
     at: int,
     cut: int,
 ) -> float:
-    """Return the probability of a student token that goes on after the end of the teacher's token.
+    """Return the probability of a student token that goes on after the end of the teacher's token, whose index is `at`.
 
     It is the product of the probabilities of the teacher's own tokens, and of the mass of the tokens that begin with
-    the bytes that are left in the last one. It is 0 for a token that ends in the first of them or with it.
-
-    Args:
-        at: the index of the teacher's token.
-        cut: the number of its bytes before the student's token.
+    the bytes that are left in the last one. It is 0 for a token that ends in the first of them or with it. `cut`: the
+    number of bytes of the teacher's token before the student's.
     """
     left, total = byte_length(student, token), 0.0
     if left <= byte_length(teacher, path.ids[at]) - cut:

@@ -21,35 +21,20 @@ from xtk.projection.vocabulary_byte_partition import PrefixContinuations, Sorted
 
 
 class BoundaryScratch(NamedTuple):
-    """Scratch memory for one item at a time. An owner entry is valid if it is the item's number; nothing is cleared.
+    """Scratch memory for one item at a time. An owner entry is valid if it is the item's number; nothing is cleared."""
 
-    Attributes:
-        cell_owner: int32 [cells], the last item that contains a cell.
-        slots: int32 [cells], the index of a cell among its item's cells.
-        teacher_cell_owner: int32 [cells], the last item whose previous teacher distribution reaches a cell.
-        cells: int64 [cells], the item's cells, in the order of the teacher's support.
-        probs: float64 [cells], the teacher's probability of each.
-        exact_probs: float64 [cells], the same without sampled tokens.
-        sampled_probs: float64 [cells], as in `LossCells`, of the item's cells.
-        is_at_boundary: bool [cells], whether the teacher's next-token distribution at the item reaches each.
-        teacher_cells: int64 [cells], the cells that the teacher's previous distribution reaches, in any order.
-        tokens: int64 [student's tokens + 1], index in byte order << 32 | group.
-        prefix_slots: int64 [longest support], support entries that begin with the bytes since the previous boundary.
-        prefix_indices: int64 [longest support], the indices of these tokens in byte order.
-    """
-
-    cell_owner: NDArray[np.int32]
-    slots: NDArray[np.int32]
-    teacher_cell_owner: NDArray[np.int32]
-    cells: NDArray[np.int64]
-    probs: NDArray[np.float64]
-    exact_probs: NDArray[np.float64]
-    sampled_probs: NDArray[np.float64]
-    is_at_boundary: NDArray[np.bool_]
-    teacher_cells: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    prefix_slots: NDArray[np.int64]
-    prefix_indices: NDArray[np.int64]
+    cell_owner: NDArray[np.int32]  # [cells], the last item that contains a cell
+    slots: NDArray[np.int32]  # [cells], the index of a cell among its item's cells
+    teacher_cell_owner: NDArray[np.int32]  # [cells], the last item whose previous teacher distribution reaches a cell
+    cells: NDArray[np.int64]  # [cells], the item's cells, in the order of the teacher's support
+    probs: NDArray[np.float64]  # [cells], the teacher's probability of each
+    exact_probs: NDArray[np.float64]  # [cells], the same without sampled tokens
+    sampled_probs: NDArray[np.float64]  # [cells], as in `LossCells`, of the item's cells
+    is_at_boundary: NDArray[np.bool_]  # [cells], whether the teacher's next-token distribution at the item reaches each
+    teacher_cells: NDArray[np.int64]  # [cells], those that the teacher's previous distribution reaches, in any order
+    tokens: NDArray[np.int64]  # [student's tokens + 1], index in byte order << 32 | group
+    prefix_slots: NDArray[np.int64]  # [longest support], entries that begin with the bytes since the previous boundary
+    prefix_indices: NDArray[np.int64]  # [longest support], the indices of these tokens in byte order
 
 
 @numba_kernel
@@ -128,14 +113,9 @@ def collect_teacher_cells(
 ) -> int:
     """List the cells that the teacher's previous distribution reaches, with tokens shortened by `since` bytes.
 
-    Args:
-        place: the item's columns of the teacher.
-        since: the bytes of the teacher's token before the student's token begins; 0 if both begin together.
-        own: the cell of the student's token, which is always listed; NONE: it has none.
-        scratch: `teacher_cells` and `teacher_cell_owner` are filled.
-
-    Returns:
-        The number of cells.
+    `since` are the bytes of the teacher's token before the student's begins; 0 if both begin together. `own`, the cell
+    of the student's token, is always listed; NONE: it has none. `teacher_cells` and `teacher_cell_owner` of `scratch`
+    are filled; the number of cells is returned.
     """
     # Arrays of a tuple are read once: in a loop, each access would count references, which costs more than the rest.
     owners, cells, ids = scratch.teacher_cell_owner, scratch.teacher_cells, support.ids
@@ -176,15 +156,9 @@ def group_all_continuations(
 ) -> int:
     """Group all student tokens that begin with the bytes since its previous boundary, as runs in byte order.
 
-    Groups: 0, the token ends at the item; 1, it continues into none of the item's cells; 2 + i, into cell i.
-
-    Args:
-        place: the item's columns of the student.
-        runs: int32 [., 3], output: group, first and stop, in byte order.
-        scan_limit: up to this many tokens per cell are scanned one by one; with more, the cells are searched.
-
-    Returns:
-        The number of runs.
+    Groups: 0, the token ends at the item; 1, it continues into none of the item's cells; 2 + i, into cell i. `runs`:
+    int32 [., 3], output: group, first and stop; their number is returned. Up to `scan_limit` tokens per cell are
+    scanned one by one; with more, the cells are searched. `place`: the item's columns of the student.
     """
     low, longer, high = prefix_range(side, place[BOUNDARY_TOKEN], place[BOUNDARY_BYTES])
     count: int = _add_run(runs, 0, 0, low, longer)
@@ -224,13 +198,7 @@ def group_teacher_continuations(
 ) -> int:
     """Group like `group_all_continuations`, but only the observed token and those in cells that the teacher reaches.
 
-    Args:
-        since: the bytes of the student's token before the teacher's token begins; 0 if that begins there or before.
-        num_teacher_cells: the number of cells that the teacher's previous distribution reaches.
-        scratch: the item's cells, and those that the teacher reaches.
-
-    Returns:
-        The number of runs.
+    `since`: the bytes of the student's token before the teacher's begins; 0 if that begins there or before.
     """
     low, longer, high = prefix_range(side, place[BOUNDARY_TOKEN], place[BOUNDARY_BYTES])
     own, count, cut = side.sorted_indices[place[BOUNDARY_TOKEN]], 0, place[BOUNDARY_BYTES]
@@ -282,15 +250,8 @@ def _list_continuations(
 ) -> int:
     """List the tokens with a prefix whose remaining bytes are in a cell, as index in byte order << 32 | group.
 
-    Args:
-        after_cells: `cells` of `PrefixContinuations`.
-        after_indices: `sorted_indices` of `PrefixContinuations`.
-        bounds: the range of the prefix in these, and a range of indices in byte order.
-        cell: the cell of the remaining bytes.
-        tokens: the list, whose first `size` elements are used.
-
-    Returns:
-        The new size of the list.
+    `after_cells` and `after_indices` are those of `PrefixContinuations`, `bounds` the range of the prefix in these, and
+    a range of indices in byte order. The first `size` elements of `tokens` are used; the new size is returned.
     """
     start, end, low, high = bounds
     first = _lower_bound(after_cells, start, end, cell)

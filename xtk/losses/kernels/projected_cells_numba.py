@@ -102,8 +102,7 @@ def fill_cells(
 ) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any]:
     """Return `CELL_ARRAYS`, for items that average rows and teacher positions; corrections; and `sampled_probs`.
 
-    Args:
-        has_own_tokens: whether each cell is the same token of both models; otherwise all `sampled_probs` are 0.
+    `has_own_tokens`: whether each cell is the same token of both models; otherwise all `sampled_probs` are 0.
     """
     items = len(ranges.row_start)
     width = len(column_offsets) - 1

@@ -21,25 +21,15 @@ MIN_LOGPROB = np.float32(-1e4)  # of a token with probability 0; its exponential
 
 
 class TeacherArrays(NamedTuple):
-    """The teacher's support as flat arrays, for kernels.
+    """The teacher's support as flat arrays, for kernels."""
 
-    Attributes:
-        offsets: int64 [P + 1], the entries of each position.
-        exact_stops: int64 [P], the end of its exact entries; sampled entries follow.
-        ids: int32 [E], token ids.
-        logprobs: float32 [E], log-probabilities, finite: kernels divide by the sums of some.
-        remainder_mass: float32 [P], mass outside of the entries.
-        mean_surprisals: float64 [P], the mean of -ln t, in nats, over the tokens that were sampled from.
-        token_logprobs: float32 [E], of each entry's own token; NaN for sampled ids if it is unknown.
-    """
-
-    offsets: NDArray[np.int64]
-    exact_stops: NDArray[np.int64]
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    remainder_mass: NDArray[np.float32]
-    mean_surprisals: NDArray[np.float64]
-    token_logprobs: NDArray[np.float32]
+    offsets: NDArray[np.int64]  # [P + 1], the entries of each position
+    exact_stops: NDArray[np.int64]  # [P], the end of its exact entries; sampled entries follow
+    ids: NDArray[np.int32]  # [E], token ids
+    logprobs: NDArray[np.float32]  # [E], log-probabilities, finite: kernels divide by the sums of some
+    remainder_mass: NDArray[np.float32]  # [P], mass outside of the entries
+    mean_surprisals: NDArray[np.float64]  # [P], the mean of -ln t, in nats, over the tokens that were sampled from
+    token_logprobs: NDArray[np.float32]  # [E], of each entry's own token; NaN for sampled ids if it is unknown
 
     @classmethod
     def from_logprobs(cls, teacher: TeacherLogprobs) -> Self:
@@ -61,9 +51,7 @@ def mean_surprisals(
 ) -> NDArray[np.float64]:
     """Return float64 [P], the mean of -ln t, in nats, over the tokens that were sampled from; 0 without samples.
 
-    Args:
-        offsets: as in `TeacherArrays`, like `logprobs`; `stops` are its `exact_stops`.
-        entropies: float32 [P], entropies of the full distributions, nats.
+    `stops`: `exact_stops` of `TeacherArrays`. `entropies`: float32 [P], of the full distributions, nats.
     """
     means = np.zeros(len(stops), np.float64)
     for position in range(len(stops)):
@@ -88,13 +76,9 @@ def negentropy(probability: float) -> float:
 def sampled_log_correction(exact_mass: float, mean_logprob: float, mean_prob: float) -> float:
     """Return the increase of a cell's `p ln p` per unit of mass that a sampled token represents.
 
-    The token gets the mean log-probability of all tokens that were sampled from. Summed over the samples of a position
-    this is exact if each token has a cell for itself.
-
-    Args:
-        exact_mass: the cell's mass without sampled tokens.
-        mean_logprob: the mean log-probability of the tokens that were sampled from, nats.
-        mean_prob: its exponential, at most the factor of the position's probabilities.
+    The token gets the mean log-probability, in nats, of all tokens that were sampled from; `mean_prob` is its
+    exponential, at most the factor of the position's probabilities. Summed over the samples of a position this is exact
+    if each token has a cell for itself. `exact_mass`: the cell's mass without sampled tokens.
     """
     if exact_mass <= 0:
         return mean_logprob
@@ -106,12 +90,8 @@ def sampled_log_correction(exact_mass: float, mean_logprob: float, mean_prob: fl
 def remainder_correction(remainder: float, outside: float) -> float:
     """Return the correction that turns an item's remainder term `r ln(r / q)` into `r ln(outside / q)`.
 
-    With sampled tokens the student's remainder is all mass outside of the cells, and the teacher's is only the mass
-    that the student cannot reach.
-
-    Args:
-        remainder: r, the estimate of the teacher's remainder.
-        outside: the teacher's mass outside of the cells.
+    With sampled tokens the student's remainder is all mass outside of the cells, and the teacher's, r, is only the mass
+    that the student cannot reach. `outside`: the teacher's mass outside of the cells.
     """
     is_some = remainder > MIN_REMAINDER
     return remainder * math.log(max(outside, remainder)) - negentropy(remainder) if is_some else 0.0

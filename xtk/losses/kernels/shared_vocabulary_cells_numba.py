@@ -22,15 +22,9 @@ def fill_shared_cells(
 ) -> tuple[Any, Any, Any, Any]:
     """Return the cells of shared tokens in the teacher's support, divided by its mass on shared tokens and units.
 
-    Args:
-        positions: int64 [C], the index of the teacher's distribution of each item.
-        unit_probs: float64 [C], the weight of the item's unit, 0 without one; divided, too, in place.
-        support: the teacher's support, of which only exact entries count.
-        student_of_teacher: int32 [U], the student token paired with each teacher token; -1: none.
-
-    Returns:
-        cell_offsets and teacher_probs as in `LossCells`; int32 [cells], the student's token of each cell; and
-        remainder_probs as in `LossCells`.
+    They are cell_offsets and teacher_probs as in `LossCells`; int32 [cells], the student's token of each; and
+    remainder_probs. Only exact entries count. `positions`: int64 [C], of the teacher's distributions. `unit_probs`:
+    float64 [C], the weight of the item's unit, 0 without one; divided, too, in place.
     """
     most = 0
     for position in positions:

@@ -35,18 +35,13 @@ def fill_paired_cells(
 ) -> tuple[Any, ...]:
     """Return the prefix cells and paired cells of each item, and the sorted probabilities of unpaired tokens.
 
-    Args:
-        ranges: rows and teacher positions of each item.
-        student_tokens: int32 [N], the observed student token of each row.
-        teacher_tokens: int32 [P], the observed token of each position.
-        observed_logprobs: float32 [P], its log-probability.
-        student_of_teacher: int32 [U], the student token paired with each teacher token; -1: none, it is ranked.
-        max_ranks: largest number of ranks per item.
+    They are cell_offsets [C+1], probs, rows and tokens [cells], rank_offsets [C+1], rank_probs [ranks]; after_last_rank
+    [C], the listed mass after the last rank; remainders [C], the mass that the teacher does not list.
 
-    Returns:
-        cell_offsets [C+1], probs [cells], rows [cells], tokens [cells], rank_offsets [C+1], rank_probs [ranks],
-        after_last_rank [C], the listed mass after the last rank; remainders [C], the mass that the teacher does not
-        list.
+    Args:
+        student_tokens: int32 [N], the observed student token of each row.
+        teacher_tokens: int32 [P], the observed token of each position; `observed_logprobs`: its log-probability.
+        student_of_teacher: int32 [U], the student token paired with each teacher token; -1: none, it is ranked.
     """
     items = len(ranges.row_start)
     most_cells = 0

@@ -19,15 +19,10 @@ STUDENT_COLUMNS, TEACHER_COLUMNS = 0, 4
 
 
 class TokenPath(NamedTuple):
-    """The tokens of one model, and the index of the distribution that predicts each.
+    """The tokens of one model, and the index of the distribution that predicts each."""
 
-    Attributes:
-        ids: int32 [T].
-        distribution_indices: int64 [T], the row of the student's logits, or the index into the teacher's
-            log-probabilities, that predicts each token; NONE: there is none.
-    """
-
-    ids: NDArray[np.int32]
+    ids: NDArray[np.int32]  # [T]
+    # [T], row of the student's logits, or index into the teacher's log-probabilities, that predicts it; or NONE.
     distribution_indices: NDArray[np.int64]
 
 
@@ -85,13 +80,9 @@ def find_boundaries(
     teacher_path: TokenPath,
     spans: NDArray[np.int32],
 ) -> NDArray[np.int64]:
-    """Return the token boundaries of either model at which both are compared, in text order.
+    """Return the token boundaries of either model at which both are compared, in text order, within spans.
 
-    Args:
-        spans: int32 [C, 4], aligned spans: student start and stop, teacher start and stop.
-
-    Returns:
-        int64 [I, 8], the columns NEXT_DISTRIBUTION ... BOUNDARY_BYTES for the student, then for the teacher.
+    They are int64 [I, 8], the columns NEXT_DISTRIBUTION ... BOUNDARY_BYTES for the student, then for the teacher.
     """
     most = 0
     for span in range(len(spans)):
@@ -160,10 +151,9 @@ def _fill_boundary_side(side: SortedVocabulary, path: TokenPath, at: int, cut: i
 
 @numba_kernel
 def prefix_range(side: SortedVocabulary, token: int, size: int) -> tuple[int, int, int]:
-    """Return the range of the tokens that begin with the first `size` bytes of a token.
+    """Return `low, longer, high`, the range of the tokens that begin with the first `size` bytes of a token.
 
-    Returns:
-        `low, longer, high`: in byte order, tokens `[low, longer)` equal these bytes, those of `[longer, high)` go on.
+    In byte order, tokens `[low, longer)` equal these bytes, those of `[longer, high)` go on.
     """
     rank = side.sorted_indices[token]
     start = side.byte_offsets[rank]

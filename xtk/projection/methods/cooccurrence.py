@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,33 +13,21 @@ from numpy.typing import NDArray
 from xtk.errors import XtkError
 from xtk.projection.cooccurrence_numba import count_first_token_pairs, insert_counts
 from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair, concatenate_entries
-from xtk.text.alignment import align
+from xtk.text.alignment import align, tokenize_batches
 from xtk.text.tokenizer import EncodedText, Tokenizer
 
 DEFAULT_SMOOTHING = 1.0
-# Texts per batch: enough to keep all cores busy, few enough for memory.
-BATCH_TEXTS, BATCH_CHARACTERS = 1024, 1 << 20
-# One batch is counted while the next is tokenized.
-MAX_PENDING_BATCHES = 2
 
 
 @dataclass(frozen=True)
 class CooccurrenceCounts:
-    """Counts of (student token, teacher token) at the start of the same span.
+    """Counts of (student token, teacher token) at the start of the same span."""
 
-    Attributes:
-        student_ids: int32 [n].
-        teacher_ids: int32 [n]; pairs are ascending by student, then teacher.
-        counts: int64 [n], at least 1.
-        num_documents: number of documents in the corpus.
-        corpus_fingerprint: fingerprint of the corpus.
-    """
-
-    student_ids: NDArray[np.int32]
-    teacher_ids: NDArray[np.int32]
-    counts: NDArray[np.int64]
-    num_documents: int = 0
-    corpus_fingerprint: str = ""
+    student_ids: NDArray[np.int32]  # [n]
+    teacher_ids: NDArray[np.int32]  # [n]; pairs are ascending by student, then teacher
+    counts: NDArray[np.int64]  # [n], at least 1
+    num_documents: int = 0  # number of documents in the corpus
+    corpus_fingerprint: str = ""  # fingerprint of the corpus
 
 
 @dataclass(frozen=True)
@@ -50,14 +36,10 @@ class CooccurrenceMethod:
 
     `n` is counted at shared boundaries, `W0` is the first-token projection. Also correct where the student's token is a
     prefix of longer teacher tokens, which no rule on spellings can be: so tokens with equal bytes are counted too.
-
-    Attributes:
-        counts: n.
-        smoothing: a, the weight of `W0` in spans. A token that does not occur in the corpus has its row of `W0`.
     """
 
-    counts: CooccurrenceCounts
-    smoothing: float = DEFAULT_SMOOTHING
+    counts: CooccurrenceCounts  # n
+    smoothing: float = DEFAULT_SMOOTHING  # a, weight of `W0` in spans; a token without occurrences has its row of `W0`
 
     stores_cells = False
 
@@ -123,15 +105,6 @@ class CooccurrenceCounter:
         order = taken[np.argsort(self._keys[taken])]
         return self._keys[order], self._counts[order]
 
-    def restore(self, keys: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Load pairs that were counted before."""
-        size = 1 << 16
-        while len(keys) > size // 4:
-            size *= 2
-        self._keys, self._counts = np.full(size, -1, np.int64), np.zeros(size, np.int64)
-        self._used = len(keys)
-        _insert_counts(self._keys, self._counts, keys, counts)
-
     def to_counts(self, num_documents: int, corpus_fingerprint: str) -> CooccurrenceCounts:
         """Return the pairs as input of `CooccurrenceMethod`."""
         keys, times = self.sorted_counts()
@@ -144,56 +117,17 @@ class CooccurrenceCounter:
         keys, times = self.sorted_counts()
         size = 2 * len(self._keys)
         self._keys, self._counts = np.full(size, -1, np.int64), np.zeros(size, np.int64)
-        _insert_counts(self._keys, self._counts, keys, times)
+        insert_counts(self._keys, self._counts, keys, times)
 
 
 def count_cooccurrences(counter: CooccurrenceCounter, texts: Iterable[str]) -> Iterator[int]:
-    """Tokenize texts with both tokenizers and count cooccurrences, in constant memory.
-
-    The tokenizers use all cores; one batch is counted while the next is tokenized.
-
-    Yields:
-        The number of counted texts, after each batch.
-    """
+    """Tokenize texts and count cooccurrences, in constant memory; yield the number of texts after each batch."""
     done = 0
-    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
-        waiting: deque[tuple[list[str], Future[list[EncodedText]], Future[list[EncodedText]]]] = deque()
-        batches = _text_batches(texts)
-        exhausted = False
-        while waiting or not exhausted:
-            batch = None if exhausted else next(batches, None)
-            exhausted = batch is None
-            if batch is not None:
-                waiting.append(
-                    (batch, first.submit(counter.student.encode, batch), second.submit(counter.teacher.encode, batch))
-                )
-                if len(waiting) < MAX_PENDING_BATCHES:
-                    continue
-            if waiting:
-                group, left, right = waiting.popleft()
-                counter.add(group, left.result(), right.result())
-                done += len(group)
-                yield done
+    for group, left, right in tokenize_batches(texts, str, counter.student.encode, counter.teacher.encode):
+        counter.add(group, left, right)
+        done += len(group)
+        yield done
 
 
 def _offsets(parts: Sequence[Sized]) -> NDArray[np.int64]:
     return np.cumsum([0, *map(len, parts)], dtype=np.int64)
-
-
-def _text_batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if len(batch) == BATCH_TEXTS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _insert_counts(
-    table: NDArray[np.int64], times_of: NDArray[np.int64], keys: NDArray[np.int64], times: NDArray[np.int64]
-) -> None:
-    insert_counts(table, times_of, keys, times)

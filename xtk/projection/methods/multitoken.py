@@ -17,17 +17,12 @@ DEFAULT_DECAY = 0.1
 
 @dataclass(frozen=True)
 class MultitokenMethod:
-    """X-Token, arXiv 2605.21699: equal bytes first; others are mapped to their tokens in the teacher's tokenization.
+    """X-Token, arXiv 2605.21699: equal bytes first; others are mapped to their tokens in the teacher's tokenization."""
 
-    Attributes:
-        max_tokens_per_entry: a student token that needs more teacher tokens has no entries.
-        decay: weight of each teacher token relative to the previous one; 0: all on the first.
-        reverse_pass: also tokenize the teacher's tokens with the student's tokenizer, and add their weights to the rows
-            of these student tokens. Rows of tokens with equal bytes stay unchanged.
-    """
-
-    max_tokens_per_entry: int = DEFAULT_MAX_TOKENS
-    decay: float = DEFAULT_DECAY
+    max_tokens_per_entry: int = DEFAULT_MAX_TOKENS  # a student token that needs more teacher tokens has no entries
+    decay: float = DEFAULT_DECAY  # weight of each teacher token relative to the previous one; 0: all on the first
+    # Also tokenize the teacher's tokens with the student's tokenizer, and add their weights to the rows of these
+    # student tokens. Rows of tokens with equal bytes stay unchanged.
     reverse_pass: bool = False
 
     stores_cells = False

@@ -38,15 +38,10 @@ def region_of_role(role: str) -> int:
 
 
 def first_regions(regions: NDArray[np.uint8], starts: NDArray[np.int32], stops: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """Return the region in which each token begins, uint8 [n].
+    """Return uint8 [n], the region in which each token begins; `regions`: uint8 [bytes], at least one.
 
-    A token that begins in markup, or in no region, and reaches into another one counts as that one.
-
-    Args:
-        regions: uint8 [bytes], at least one.
-        starts: int32 [n], the first byte of each token.
-        stops: int32 [n], the byte after each token. A token without bytes has the region before it, or, if there is
-            none, after it.
+    A token that begins in markup, or in no region, and reaches into another one counts as that one. A token without
+    bytes (its start, int32 [n], is its stop) has the region before it, or, if there is none, after it.
     """
     size = len(regions)
     is_plain = np.isin(regions, (MARKUP_REGION, NO_REGION))

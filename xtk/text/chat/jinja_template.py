@@ -6,11 +6,9 @@ model folder that the user chose.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -45,16 +43,12 @@ class SandboxedTemplate:
         values = json.dumps(variables, default=str)
         limit = MAX_OUTPUT_RATIO * (len(self.source) + len(values)) + MIN_OUTPUT_LIMIT
         parts, size = [], 0
-        # A chat template is rendered again with other contents, and must then make the same choices; prompts of
-        # different rows may differ.
-        seed = 0 if self.kind == CHAT_TEMPLATE else values
         try:
-            with _random_choices(self.source, seed):
-                for part in _compiled(self.source, self.kind).generate(json.loads(values)):
-                    parts.append(part)
-                    size += len(part)
-                    if size > limit:
-                        break
+            for part in _compiled(self.source, self.kind).generate(json.loads(values)):
+                parts.append(part)
+                size += len(part)
+                if size > limit:
+                    break
         except Exception as error:  # a template is a program
             verb = (
                 "refuses a conversation of the data" if self.kind == CHAT_TEMPLATE else "cannot be rendered for a row"
@@ -65,20 +59,6 @@ class SandboxedTemplate:
                 f"writes more than {limit:,} characters, about {MAX_OUTPUT_RATIO} times those of template and input"
             )
         return "".join(parts)
-
-
-@contextlib.contextmanager
-def _random_choices(source: str, seed: int | str) -> Iterator[None]:
-    """Seed Python's random numbers for Jinja's filter `random` and function `lipsum`; they go on as before after it."""
-    if "random" not in source and "lipsum" not in source:
-        yield
-        return
-    state = random.getstate()
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(state)
 
 
 def _error_text(error: Exception) -> str:
@@ -103,9 +83,10 @@ def _environment(kind: str) -> Any:
     import jinja2.sandbox
 
     if kind == PROMPT_TEMPLATE:
-        return jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             undefined=jinja2.StrictUndefined, keep_trailing_newline=True
         )
+        return _without_random_choices(environment)
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}` marks the assistant's text; here its body is rendered as usual."""
@@ -123,6 +104,12 @@ def _environment(kind: str) -> Any:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_template_error
     environment.globals["strftime_now"] = FIXED_DATE.strftime
+    return _without_random_choices(environment)
+
+
+def _without_random_choices(environment: Any) -> Any:
+    """Return an environment in which the same inputs give the same text."""
+    del environment.filters["random"], environment.globals["lipsum"]
     return environment
 
 

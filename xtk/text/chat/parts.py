@@ -31,39 +31,24 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class ArgumentLeaf:
-    """A key, a string or a number of a tool call's arguments.
+    """A key, a string or a number of a tool call's arguments."""
 
-    Attributes:
-        path: keys and indices that lead to the value; for a key, to the value that it names.
-        is_key: whether it is the key.
-        value: the key or the value.
-        start, stop: characters `[start, stop)` of the arguments' text, without quotation marks.
-    """
-
-    path: Path
-    is_key: bool
-    value: str | int | float
-    start: int
-    stop: int
+    path: Path  # keys and indices that lead to the value; for a key, to the value that it names
+    is_key: bool  # whether it is the key
+    value: str | int | float  # the key or the value
+    start: int  # first character in the arguments' text, without quotation marks
+    stop: int  # one past the last
 
 
 @dataclass(frozen=True)
 class MessagePart:
-    """A part of a message.
+    """A part of a message."""
 
-    Attributes:
-        message: index of the message.
-        kind: one of the constants above.
-        call: index of the tool call; -1: none.
-        text: its text; for arguments JSON with ", " and ": " between values; for marks that of `MARKS`.
-        leaves: of arguments, in the order of the text.
-    """
-
-    message: int
-    kind: str
-    call: int
-    text: str
-    leaves: tuple[ArgumentLeaf, ...] = ()
+    message: int  # index of the message
+    kind: str  # one of the constants above
+    call: int  # index of the tool call; -1: none
+    text: str  # its text; for arguments JSON with ", " and ": " between values; for marks that of `MARKS`
+    leaves: tuple[ArgumentLeaf, ...] = ()  # of arguments, in the order of the text
 
 
 def message_parts(messages: Sequence[Mapping[str, Any]]) -> tuple[MessagePart, ...]:

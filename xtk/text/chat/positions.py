@@ -41,18 +41,13 @@ Run = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class PartPosition:
-    """Position of a message's part in a rendered conversation.
+    """Position of a message's part in a rendered conversation."""
 
-    Attributes:
-        runs: int32 [R, 3], ascending: characters `[a, a + n)` of the part are `[b, b + n)` of the text, as (a, b, n).
-            One run if the template copies the part unchanged.
-        start: the first character of the part.
-        stop: the character after the part.
-    """
-
+    # [R, 3], ascending: characters `[a, a + n)` of the part are `[b, b + n)` of the text, as (a, b, n). One run if the
+    # template copies the part unchanged.
     runs: NDArray[np.int32]
-    start: int
-    stop: int
+    start: int  # the first character of the part
+    stop: int  # the character after the part
 
     @classmethod
     def from_runs(cls, runs: Sequence[Run], start: int, stop: int) -> PartPosition:
@@ -62,14 +57,10 @@ class PartPosition:
 
 @dataclass
 class Placeholders:
-    """Messages with placeholders, and what stands for what.
+    """Messages with placeholders, and what stands for what."""
 
-    Attributes:
-        messages: the messages.
-        marks: for each part its placeholders with their values: one, or one for each leaf of arguments.
-    """
-
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]]  # the messages
+    # For each part its placeholders with their values: one, or one for each leaf of arguments.
     marks: list[list[tuple[str, str | int | float]]] = field(default_factory=list)
 
 
@@ -110,9 +101,7 @@ def locate_parts(
 ) -> list[PartPosition | None] | None:
     """Return the position of each part, None where the template omits it; None if the skeleton does not fit the text.
 
-    Args:
-        parts: the parts, in the order of the template.
-        skeleton: the same, rendered with placeholders.
+    The parts are in the order of the template; the skeleton is the text rendered with placeholders.
     """
     flat = [pair for of_part in marks for pair in of_part]
     places = _walk(flat, text, skeleton)
@@ -298,8 +287,7 @@ def search_parts(
 ) -> list[PartPosition | None]:
     """Return the position of each part in the range of the text that depends on it; for tool calls, in their order.
 
-    Args:
-        regions: the range of each content and each reasoning; None: it is omitted, or is no such part.
+    `regions`: the range of each content and each reasoning; None: it is omitted, or is no such part.
     """
     positions = [
         None if region is None else _locate_in_region(part.text, text, region)

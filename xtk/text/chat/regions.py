@@ -78,16 +78,7 @@ def _parts_of_content(text: str) -> list[tuple[int, int, str]]:
 
 
 class RegionWeights:
-    """The weight of each region in training.
-
-    Attributes:
-        weights: float64 [regions]; 0: not trained.
-        advantage_bounds: float32 [regions], the largest size of the teacher's advantage, in nats; infinite: unbounded.
-
-    Args:
-        weights: {region: weight}, of trained regions; 1 for others.
-        advantage_bounds: {region: nats}.
-    """
+    """The weight of each trained region, 1 by default, and bounds in nats of the teacher's advantage in it."""
 
     def __init__(
         self,
@@ -95,7 +86,7 @@ class RegionWeights:
         weights: Mapping[str, float] | None = None,
         advantage_bounds: Mapping[str, float] | None = None,
     ) -> None:
-        self.weights = np.zeros(len(REGIONS))
+        self.weights = np.zeros(len(REGIONS))  # float64 [regions]; 0: not trained
         self.weights[[_region_index(name) for name in train_on]] = 1
         for name, weight in (weights or {}).items():
             if not self.weights[_region_index(name)]:
@@ -104,6 +95,7 @@ class RegionWeights:
                     hint=f"add {name} to --train-on, or remove its weight",
                 )
             self.weights[_region_index(name)] = weight
+        # float32 [regions], the largest size of the teacher's advantage, in nats; infinite: unbounded.
         self.advantage_bounds = np.full(len(REGIONS), np.inf, np.float32)
         for name, bound in (advantage_bounds or {}).items():
             if not self.weights[_region_index(name)]:
@@ -114,11 +106,9 @@ class RegionWeights:
             self.advantage_bounds[_region_index(name)] = bound
 
     def select(self, sequence: TokenSequence, regions: NDArray[np.uint8], *, with_template: bool) -> TokenSequence:
-        """Return a sequence in which only tokens of trained regions are trained.
+        """Return a sequence in which only tokens of trained regions are trained; `regions`: uint8 [T].
 
-        Args:
-            regions: uint8 [T], their regions.
-            with_template: whether losses without a teacher are computed on text of the model's own chat template.
+        `with_template`: whether losses without a teacher are computed on text of the model's own chat template.
         """
         is_trained = np.append(self.weights > 0, np.zeros(NO_REGION + 1 - len(REGIONS), np.bool_))[regions]
         template = np.where(is_trained & with_template, sequence.template_regions, np.uint8(NO_REGION))
@@ -138,22 +128,16 @@ class RegionStatistics:
     """Sizes of the regions of documents: bytes, or tokens where a region has no bytes of the documents' text.
 
     An end of a turn is one token, which has no bytes of the text; so has markup. Documents are conversations.
-
-    Attributes:
-        in_data: int64 [regions], of trained messages.
-        trained: int64 [regions], of these, those that the model trains.
-        aligned: int64 [regions], of these, those that are in a span with the other model's text.
     """
 
     def __init__(self) -> None:
+        # in_data: int64 [regions], of trained messages.
+        # trained: int64 [regions], of these, those that the model trains.
+        # aligned: int64 [regions], of these, those that are in a span with the other model's text.
         self.in_data, self.trained, self.aligned = (np.zeros(len(REGIONS), np.int64) for _ in range(3))
 
     def add(self, document: Document, sequence: TokenSequence, other: TokenSequence | None = None) -> None:
-        """Count a document.
-
-        Args:
-            other: the other model's tokens; None: nothing is aligned.
-        """
+        """Count a document; `other`: the other model's tokens, None: nothing is aligned."""
         of_bytes, is_trained = byte_regions(document), _trained_bytes(document)
         self.in_data += np.bincount(of_bytes[is_trained], minlength=len(REGIONS))
         covered = _covered_bytes(document, sequence.byte_ranges(with_borders=True)) & is_trained

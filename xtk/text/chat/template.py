@@ -23,17 +23,12 @@ from xtk.text.document import Conversation
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """A rendered conversation.
+    """A rendered conversation."""
 
-    Attributes:
-        text: the rendered text.
-        positions: position of each part of the conversation; None where the template omits it.
-        reply_starts: for each message of the assistant, the character where the text that the model generates begins,
-            which is the template's at first (the start of reasoning or of a tool call); None if it is unknown.
-    """
-
-    text: str
-    positions: tuple[PartPosition | None, ...]
+    text: str  # the rendered text
+    positions: tuple[PartPosition | None, ...]  # of each part of the conversation; None: the template omits it
+    # For each message of the assistant, the character where the text that the model generates begins, which is the
+    # template's at first (the start of reasoning or of a tool call); None if it is unknown.
     reply_starts: Mapping[int, int | None] = field(default_factory=dict)
 
     @property
@@ -46,11 +41,9 @@ _REPLY_MARK = "xtkReply"  # a text that no template contains
 
 
 class ChatTemplate:
-    """A chat template, in Hugging Face's dialect of Jinja.
+    """A chat template, in Hugging Face's dialect of Jinja; `where`: its tokenizer, in errors.
 
-    Args:
-        special_tokens: {"bos_token": "<s>", ...}, variables of the template.
-        where: name of its tokenizer in errors.
+    `special_tokens`: {"bos_token": "<s>", ...}, variables of the template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
@@ -62,10 +55,7 @@ class ChatTemplate:
     ) -> str:
         """Return a rendered conversation.
 
-        Args:
-            messages: each with a role and a content.
-            tools: tools that the assistant may call.
-            arguments: other variables of the template; `add_generation_prompt=True` appends the start of a reply.
+        `arguments`: other variables of the template; `add_generation_prompt=True` appends the start of a reply.
         """
         return self._render_as_given(self.conventions.apply(messages), tools, **arguments)
 
@@ -164,15 +154,9 @@ class ChatTemplate:
     def text_between_turns(
         self, conversation: Conversation, next_message: Mapping[str, Any], **arguments: Any
     ) -> tuple[str, tuple[int, int]]:
-        """Return the template's text from the end of the last message to the beginning of the next reply.
+        """Return the template's text from the end of the last message, the assistant's, to the next reply.
 
-        Args:
-            conversation: its last message is the assistant's.
-            next_message: the response to it, from a user or a tool.
-            arguments: as in `render`.
-
-        Returns:
-            The text, and the range of characters `[start, stop)` in it that is the content of `next_message`.
+        And the range of characters `[start, stop)` in it that is the content of `next_message`, from a user or a tool.
         """
         messages = [*conversation.messages, next_message]
         mark = unused_character([message["content"] for message in messages])

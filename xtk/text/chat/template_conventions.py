@@ -26,21 +26,13 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class TemplateConventions:
-    """What a template reads.
+    """What a template reads."""
 
-    Attributes:
-        reasoning_key: the key of a message that it takes the reasoning from; "": it writes none.
-        arguments_as_text: whether it needs the arguments of tool calls as JSON text, because it concatenates them.
-        flat_calls: whether it reads a call as `{"name", "arguments"}`, and not as `{"function": ...}`.
-        short_call_ids: whether ids of calls must have 9 letters.
-        null_content: whether it writes calls only of messages whose content is None.
-    """
-
-    reasoning_key: str
-    arguments_as_text: bool = False
-    flat_calls: bool = False
-    short_call_ids: bool = False
-    null_content: bool = False
+    reasoning_key: str  # the key of a message that it takes the reasoning from; "": it writes none
+    arguments_as_text: bool = False  # whether it needs the arguments of tool calls as JSON text: it concatenates them
+    flat_calls: bool = False  # whether it reads a call as `{"name", "arguments"}`, and not as `{"function": ...}`
+    short_call_ids: bool = False  # whether ids of calls must have 9 letters
+    null_content: bool = False  # whether it writes calls only of messages whose content is None
 
     def apply(self, messages: Messages) -> list[dict[str, Any]]:
         """Return normalized messages in the form that the template reads.

@@ -79,6 +79,7 @@ class OnPolicyInputs(RunInputs):
             request,
             lambda folder, dtype: run.saver.write_student(folder, dtype=dtype) if run.saver is not None else None,
             run.output,
+            self.source.prompts,
             mixed_precision=run.recipe.mixed_precision,
             seed=run.recipe.seed,
         )
@@ -92,7 +93,7 @@ class OnPolicyInputs(RunInputs):
         for teacher in self.source.online_teachers:
             terminal.note(f"distill: {teacher.describe_placement()}")
         may_truncate = run.recipe.long_documents != "refuse"
-        generator.check_prompts(self.source.prompts, run.recipe.max_length or 0, may_truncate=may_truncate)
+        generator.check_prompts(run.recipe.max_length or 0, may_truncate=may_truncate)
         check = None
         if not generator.uses_training_model:
             check = LogprobCheck(run.wrapped_student, run.parallel, run.packing_multiple, run.accelerator.device)

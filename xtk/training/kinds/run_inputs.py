@@ -59,14 +59,7 @@ class RunInputs:
         )  # fmt: skip
 
     def training_documents(self, recipe: TrainConfig, limit: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return which documents to train on, and print notes on those that are skipped or changed.
-
-        Returns:
-            int64 [n], the indices of the documents to train on, and int64 [documents], the length of all in bytes.
-
-        Raises:
-            XtkError: documents are too long for --long-documents refuse, or none is left.
-        """
+        """Return int64 indices of the documents to train on, and the bytes of all; print notes on others."""
         sizes = self.source.text_bytes()
         weightless = self.source.weights() == 0
         documents = np.flatnonzero((sizes > 0) & ~weightless)
@@ -118,11 +111,7 @@ class RunInputs:
         read: Sequence[tuple[Document, TokenSequence | None]],
         regions: RegionWeights,
     ) -> None:
-        """Print how many documents have nothing to train, in a sample of the documents that was read.
-
-        Raises:
-            XtkError: no document has anything to train.
-        """
+        """Print how many documents have nothing to train, in a sample of the documents that was read."""
         with_template = not all(objective.uses_teacher for objective in self.objectives)
 
         def count_trained(read: Sequence[tuple[Document, TokenSequence | None]]) -> int:
@@ -148,17 +137,7 @@ class RunInputs:
     def documents_to_skip(
         self, recipe: TrainConfig, limit: int, numbers: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> list[int]:
-        """Return which of some documents to skip for their length, and print how many are too long.
-
-        Args:
-            numbers: indices of the documents in the source.
-
-        Returns:
-            Indices into `numbers`, with --long-documents skip.
-
-        Raises:
-            XtkError: documents are too long for --long-documents refuse.
-        """
+        """Return indices into `numbers` of documents to skip for their length, and print how many are too long."""
         too_long = self._longer_than(limit, numbers, sizes)
         if not too_long:
             return []
@@ -177,8 +156,7 @@ class RunInputs:
         """Return (tokens, index into `numbers`) of the documents with more than `limit` tokens.
 
         A text has at most one token per byte after normalization, two special tokens and a prepended space, so only
-        texts that may be longer are tokenized. Conversations are always tokenized, because the length of their template
-        is not known.
+        texts that may be longer are tokenized. The length of a conversation's template is not known.
         """
         too_long = []
         most = sizes * (MAX_NORMALIZED_GROWTH if self.tokenizer.has_normalizer else 1) + 3

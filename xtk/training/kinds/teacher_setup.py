@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xtk.batches.combine_teachers import TeacherEnsemble
-from xtk.batches.losses_per_teacher import (
-    AssignedLoss,
-    assign_losses,
-    note_missing_sample_logprobs,
-    open_teachers,
-)
+from xtk.batches.losses_per_teacher import AssignedLoss, assign_losses, open_teachers
 from xtk.batches.teacher_losses import TeacherLosses, combined_losses
 from xtk.cache.output import is_cache
 from xtk.data.corpus_reader import Corpus
@@ -96,8 +91,13 @@ class TeacherSetup(TeacherLosses):
                     where=f"{theirs.path} is from {theirs.name}; {ours.path} from {ours.name}",
                     hint="run xtk cache-teacher with the same teacher; give the caches in the same order",
                 )
+        is_mixed = self.combination.method == "mixture"
         for number, theirs in enumerate(held):
-            refusals = [theirs.refusal(loss.loss) for loss in self.losses if loss.teacher == number]
+            refusals = [
+                theirs.refusal(loss.loss, in_mixture=is_mixed)
+                for loss in self.losses
+                if loss.teacher is not None and (is_mixed or loss.teacher == number)
+            ]
             if refusal := next(filter(None, refusals), None):
                 raise refusal
         matchings = tuple(
@@ -106,9 +106,15 @@ class TeacherSetup(TeacherLosses):
             else None
             for number, (ours, theirs) in enumerate(zip(self.teachers, held, strict=True))
         )
+        # Samples without log-probabilities are read as those of a training cache without them.
+        known = [theirs.has_sample_logprobs for theirs in held]
+        objectives = [
+            replace(term, has_sample_logprobs=term.has_sample_logprobs and known[term.teacher_index])
+            for term in self.objectives
+        ]
         return HeldOutData(
             self.cached_documents(held),
-            self.objectives,
+            tuple(objectives),
             self.names,
             self.combination.score_weighting,
             matchings[: len(self.names)],
@@ -125,7 +131,6 @@ def set_up_teachers(
     losses = combined_losses(combination, teachers, losses)
     if recipe.teacher_shift:
         _check_shifted(losses)
-    note_missing_sample_logprobs(teachers)
     return TeacherSetup(tokenizer, combination, teachers, losses, paths, auto_loss_note)
 
 

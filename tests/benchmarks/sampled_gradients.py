@@ -1,6 +1,6 @@
 """Error of gradients and values from sampled tokens, with and without their log-probabilities, by distance.
 
-    python tests/benchmarks/bench_sampled_gradient.py MODEL FOLDER
+    python tests/benchmarks/sampled_gradients.py MODEL FOLDER
 
 The teacher is MODEL, a folder of a pretrained causal language model; the student is the same model after a few steps on
 Python code, and its logits moved toward the teacher's. FOLDER keeps the log-probabilities of both at positions of
@@ -27,21 +27,23 @@ from xtk.cache.codec.packed_shard_codec import PackedCodec
 from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.losses.head import fused_loss
-from xtk.losses.interface import LossInputs
+from xtk.losses.interface import ComparisonSpace, LossInputs
 from xtk.losses.spec import parse_losses
 from xtk.losses.term import LossTerm
 from xtk.models.output_head import OutputHead
+from xtk.projection.disk_cache import cached_next_bytes
 from xtk.projection.projection import SparseProjection
 from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored
 from xtk.teachers.transformers import systematic_sample
 from xtk.text.token_sequence import TokenSequence
+from xtk.text.tokenizer import Tokenizer
 
 NUM_POSITIONS, NUM_SETS, STEPS, LEARNING_RATE = 40, 8, 4, 3e-4
 CONTEXT, FIRST_POSITION, STRIDE = 128, 32, 4
 HELD_OUT = slice(7, None, 50)  # of the package's files
 SUPPORTS = ((16, 16), (4, 4), (0, 16))  # most likely tokens, samples
 DISTANCES = (1.0, 0.4, 0.17, 0.0)  # part of the way from the teacher's logits to the student's
-LOSSES = ("forward-kl", "reverse-kl", "jsd", "skew-forward-kl", "skew-reverse-kl", "tvd")
+LOSSES = ("forward-kl", "byte-kl", "reverse-kl", "jsd", "skew-forward-kl", "skew-reverse-kl", "tvd")
 
 
 def texts() -> list[str]:
@@ -141,6 +143,21 @@ def exact(term: LossTerm, teacher: Tensor, student: Tensor) -> Tensor:
     return torch.cat([logits.grad, values.detach()[:, None]], 1)
 
 
+def many_samples(logprobs: Tensor, of_cache: TeacherLogprobs) -> TeacherLogprobs:
+    """Return the limit of a cache's log-probabilities for infinitely many samples: the same exact tokens, then all."""
+    count, vocab_size = logprobs.shape
+    assert of_cache.exact_counts is not None
+    exact = [of_cache.ids[start:][:size] for start, size in zip(of_cache.offsets, of_cache.exact_counts, strict=False)]
+    ids = np.stack([np.append(own, np.setdiff1d(np.arange(vocab_size, dtype=np.int32), own)) for own in exact])
+    return replace(
+        of_cache,
+        offsets=np.arange(count + 1, dtype=np.int64) * vocab_size,
+        ids=ids.ravel(),
+        logprobs=logprobs.gather(1, torch.from_numpy(ids).long()).flatten().numpy(),
+        token_logprobs=None,
+    )
+
+
 def errors(found: list[Tensor], expected: Tensor, scale: float) -> tuple[float, float, float]:
     """Return the relative error of the gradient, and root mean square and mean of the error of a position's value."""
     differences = torch.stack(found) - expected
@@ -148,7 +165,7 @@ def errors(found: list[Tensor], expected: Tensor, scale: float) -> tuple[float, 
     return gradient, float(differences[..., -1].square().mean().sqrt()), float(differences[..., -1].mean())
 
 
-def measure(folder: Path, losses: list[str]) -> Iterator[tuple[str, str, str]]:
+def measure(model: str, folder: Path, losses: list[str]) -> Iterator[tuple[str, str, str]]:
     """Yield the rows of the report."""
     names = ("teacher", "student", "observed")
     teacher, student, observed = (np.load(folder / f"{name}.npy")[::3][:NUM_POSITIONS] for name in names)
@@ -160,9 +177,15 @@ def measure(folder: Path, losses: list[str]) -> Iterator[tuple[str, str, str]]:
             kl = float((teacher.exp() * (teacher - logits)).sum(1).mean())
             for name in losses:
                 (spec,) = parse_losses([name])
-                columns = SparseProjection.identity(teacher.shape[1]).columns
-                term = LossTerm(spec.make_loss(), spec.make_divergence(), columns, has_sample_logprobs=True)
-                expected = exact(term, teacher, logits)
+                space: ComparisonSpace = SparseProjection.identity(teacher.shape[1]).columns
+                if name == "byte-kl":
+                    space = cached_next_bytes(*[Tokenizer(Path(model))] * 2)
+                term = LossTerm(spec.make_loss(), spec.make_divergence(), space, has_sample_logprobs=True)
+                expected = (
+                    gradient_and_values(term, many_samples(teacher, sets[0]), observed, logits)
+                    if name == "byte-kl"  # whose alternatives are the exact tokens
+                    else exact(term, teacher, logits)
+                )
                 scale = float(expected[:, :-1].square().sum(1).mean().sqrt()) if distance else 1.0
                 today = sets if term.divergence.is_linear_in_teacher else [without]
                 before, after = (
@@ -187,7 +210,7 @@ def main() -> None:
     if not (options.folder / "student.npy").exists():
         prepare(options.model, options.folder)
     rows = []
-    for row in measure(options.folder, options.losses):
+    for row in measure(options.model, options.folder, options.losses):
         sys.stderr.write(" | ".join(row) + "\n")
         rows.append(row)
     report(__file__, rows)
