@@ -30,6 +30,8 @@ _LINK, _VERDICTS = 3, 4
 def serve_sandbox(control_descriptor: int, setup: dict[str, Any]) -> None:
     """Isolate this process, report ready, and start a process for each job until the socket closes."""
     channel = socket.socket(fileno=control_descriptor)
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the parent process decides when to stop
+        signal.signal(stop, signal.SIG_IGN)
     os.umask(0o022)  # another user reads the folders of the new root, whatever umask the caller has
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     try:
@@ -41,8 +43,6 @@ def serve_sandbox(control_descriptor: int, setup: dict[str, Any]) -> None:
         channel.send(f"{error}".encode())
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the parent process decides when to stop
-        signal.signal(stop, signal.SIG_IGN)
     sys.path[:] = [*[path for path in sys.path if path != setup["package"]], *setup["packages"]]
     gc.freeze()
     while True:
