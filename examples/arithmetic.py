@@ -1,11 +1,11 @@
 """On-policy distillation on a task with one right answer: sums of two numbers, with two different tokenizers.
 
-    python examples/arithmetic.py --output FOLDER [--steps 100] [--seeds 3]
+    python examples/arithmetic.py --output FOLDER [--steps 100] [--seeds 3] [--first byte-kl]
 
 The teacher's tokenizer has one token per digit, the student's one token per number. An answer is one letter, the sum in
 base 62. Half of the answers in the teacher's training data are random, so its most likely answer is right, and an
 answer that it samples is often wrong.
-Students start from a model that learned the form of an answer only. They train with cross-entropy on the teacher's
+Students start from a model that learned the form of an answer only, or, with `--first`, also some sums. They train with cross-entropy on the teacher's
 answers, with a distillation loss on the teacher's answers, or with a loss on their own answers (on-policy). All take
 the same number of steps and of teacher tokens. A reference, for ways with `--reference reference`, is a model of the
 teacher's kind that learned the form only. For comparison, "right answers" trains with cross-entropy on data
@@ -142,8 +142,12 @@ def arguments_of(way: str, teacher: Path, written: Path, cache: Path, prompts: P
     if way in ("ce", "right answers"):
         return [written if way == "ce" else written.parent / "right.jsonl", "--loss", "ce"]
     losses, *options = way.removeprefix("on-policy ").split()
-    support = ":top_k=all" if "--teacher-shift" in options else ""  # a policy gradient compares observed tokens only
-    options = [f"{teacher.with_name(word)}{support}" if word == "reference" else word for word in options]
+    reference = f"{teacher.with_name('reference')}"
+    if not way.startswith("on-policy "):
+        reference += "-cache"
+    elif "--teacher-shift" in options:  # a policy gradient compares observed tokens only
+        reference += ":top_k=all"
+    options = [reference if word == "reference" else word for word in options]
     options = [*(word for loss in losses.split("+") for word in ("--loss", loss)), *options]
     if not way.startswith("on-policy "):
         return [cache, *options]
@@ -158,6 +162,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--teacher-steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first", metavar="WAY", help="a way in which all students train before, for half the steps")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="students that train at the same time")
     parser.add_argument(
         "--ways",
@@ -189,7 +194,8 @@ def main() -> None:
                "--json")  # fmt: skip
     print_now(f"teacher, sampled answers: {json.loads(printed)['mean_reward']:.3f}")
     write_right_answers(folder / "right.jsonl", generations)
-    xtk("cache-teacher", teacher, written, "--top-k", 64, "--batch-tokens", 65536, "--quiet", "-o", cache)
+    for model, output in ((teacher, cache), (folder / "reference", folder / "reference-cache")):
+        xtk("cache-teacher", model, written, "--top-k", 64, "--batch-tokens", 65536, "--quiet", "-o", output)
     steps = [*range(0, given.steps, given.steps // POINTS), given.steps]
 
     def learn(student: Path, name: str, seed: int, start: float) -> list[float]:
@@ -197,8 +203,8 @@ def main() -> None:
         arguments = arguments_of(name, teacher, written, cache, prompts)
         output = student.parent / "".join(letter if letter.isalnum() else "-" for letter in name)
         command = "distill-on-policy" if name.startswith("on-policy ") else "distill"
-        xtk(command, student, *arguments, *TRAINING, "--max-steps", given.steps, "--seed", seed,
-            "--save-steps", given.steps // POINTS, "-o", output)  # fmt: skip
+        xtk(command, student, *TRAINING, "--max-steps", given.steps, "--seed", seed,
+            "--save-steps", given.steps // POINTS, *arguments, "-o", output)  # fmt: skip
         stops = [*(output / f"checkpoint-{step}" for step in steps[1:-1]), output]
         curve = [start, *(accuracy(stop, prompts, Path(f"{output}-answers.jsonl")) for stop in stops)]
         print_now(f"{seed} {name}: {' '.join(f'{value:.3f}' for value in curve)}")
@@ -214,6 +220,10 @@ def main() -> None:
             student = place / "student"
             xtk("distill", place / "blank", written, "--loss", "ce", *TRAINING, "--max-steps", 10, "--seed", seed,
                 "-o", student)  # fmt: skip
+            if given.first:
+                xtk("distill", student, *arguments_of(given.first, teacher, written, cache, prompts), *TRAINING,
+                    "--max-steps", given.steps // 2, "--seed", seed, "-o", place / "first")  # fmt: skip
+                student = place / "first"
             start = accuracy(student, prompts, place / "answers.jsonl")
             for name in given.ways:
                 learned[name].append(pool.submit(learn, student, name, seed, start))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from hashlib import sha256
 
 import pytest
 import small_inputs
@@ -16,6 +17,9 @@ from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
 from xtk.doctor.start_token_checks import start_tokens
+from xtk.models.resolver import ModelRef
+from xtk.runs.checkpoint import copy_tokenizer_files
+from xtk.teachers.online_teacher import parse_online_teacher
 from xtk.text.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1
@@ -44,6 +48,68 @@ def test_a_student_is_saved_with_the_start_token_that_it_was_trained_with(run, t
     assert "start_ids" in refused.stderr
 
 
+@pytest.mark.slow
+def test_a_student_with_another_start_token_keeps_its_tokenizer(run, trained, pair, tmp_path):
+    folder, data, _ = trained
+    before, after = Tokenizer(pair.student), Tokenizer(folder)
+    assert before.start_ids != after.start_ids
+    assert before.fingerprint == after.fingerprint
+    run("cache-teacher", pair.student, data, "--top-k", 8, "-o", tmp_path / "cache")
+    run("distill", folder, tmp_path / "cache", "--loss", "forward-kl", "--max-steps", 1, "-o", tmp_path / "again")
+    header = TeacherCache(tmp_path / "cache").header["teacher"]
+    assert header["start_ids"] == [BOS]
+    content = json.loads((pair.student / "tokenizer.json").read_text())  # what older versions stored
+    older = {name: value for name, value in content.items() if name not in ("truncation", "padding")}
+    older_fingerprint = (
+        "sha256:" + sha256(json.dumps(older, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    )
+    assert older_fingerprint != header["tokenizer"]
+    assert before.has_fingerprint(older_fingerprint)
+    assert not after.has_fingerprint(older_fingerprint)
+    assert before.has_fingerprint(header["tokenizer"])
+
+
+@pytest.mark.slow
+def test_adapters_of_a_run_keep_its_start_token(run, trained, pair, tmp_path):
+    _, data, _ = trained
+    run("distill", pair.student, data, "--loss", "ce", "--max-steps", 1, "--lora-r", 2, "--start-token", "none",
+        "--save-steps", 1, "--save-total-limit", 2, "-o", tmp_path / "run")  # fmt: skip
+    rows = []
+    for place in (tmp_path / "run", tmp_path / "run" / "adapter"):
+        rows.append(json.loads(run("evaluate", place, data, "--json").stdout))
+        run("rollout", place, data, "--max-prompts", 1, "--max-completion-length", 2, "-o", tmp_path / "out", "--force")
+        (line,) = (tmp_path / "out").read_text().splitlines()
+        assert json.loads(line)["student_ids"][0] != BOS
+    assert rows[0]["bytes"] == rows[1]["bytes"]
+    assert Tokenizer(pair.student, adapter=tmp_path / "run" / "adapter").start_ids == ()
+    copied = pickle.loads(pickle.dumps(Tokenizer(pair.student, adapter=tmp_path / "run" / "adapter")))
+    assert (copied.start_ids, copied.embedding_rows) == ((), Tokenizer(pair.student).embedding_rows)
+    run("distill", tmp_path / "run" / "adapter", data, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "again")
+    assert Tokenizer(tmp_path / "again").start_ids == ()
+
+
+def test_the_teacher_self_reads_what_the_student_reads(pair):
+    for start_token, ids in (("none", ()), ("eos", (EOS,)), ("auto", (BOS,))):
+        options = {"long_documents": "refuse", "trust_remote_code": False, "student": ModelRef(pair.student)}
+        own = parse_online_teacher("self", student_start=start_token, **options)
+        assert own.teacher_tokenizer.start_ids == own.request.teacher_tokenizer().start_ids == ids
+        given = parse_online_teacher("self:start_token=bos", student_start=start_token, **options)
+        assert given.teacher_tokenizer.start_ids == (BOS,)
+        other = parse_online_teacher(str(pair.student), student_start=start_token, **options)
+        assert other.teacher_tokenizer.start_ids == (BOS,)
+
+
+def test_a_class_of_transformers_without_start_tokens_is_not_saved(pair, tmp_path):
+    source = shutil.copytree(pair.student, tmp_path / "source")
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "GPTNeoXTokenizer"}))
+    assert Tokenizer(source).start_ids == ()
+    (tmp_path / "saved").mkdir()
+    copy_tokenizer_files(source, tmp_path / "saved", "eos")
+    assert Tokenizer(tmp_path / "saved").start_ids == (EOS,)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(TEXT).input_ids[0] == EOS
+
+
 def test_doctor_finds_a_start_token_that_makes_a_model_worse(trained, pair, tmp_path, capfd):
     folder, data, _ = trained
     wrong = shutil.copytree(folder, tmp_path / "student", ignore=shutil.ignore_patterns("checkpoint-*"))
@@ -54,7 +120,7 @@ def test_doctor_finds_a_start_token_that_makes_a_model_worse(trained, pair, tmp_
     assert [finding.level for finding in findings][:2] == ["warning", "ok"]
     assert "evaluate:" not in capfd.readouterr().err
     assert findings[0].what.startswith("no start token predicts the texts better than <|begin_of_text|>")
-    assert findings[0].hint == "use --start-token 'none' in every command that reads texts with this model"
+    assert findings[0].hint == "use --start-token 'none' in every command with this model"
     bits = findings[0].figures["bits_per_byte"]
     assert bits["no start token"] < 0.98 * bits["<|begin_of_text|>"]
     assert bits["no start token"] == findings[1].figures["bits_per_byte"]["no start token"]

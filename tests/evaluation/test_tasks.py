@@ -36,6 +36,7 @@ from xtk.training.task_evaluation import TaskEvaluator, parse_eval_tasks
 pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
 
 import lm_eval.tasks
+from lm_eval.models.huggingface import HFLM
 
 from xtk.evaluation.generated_answers import ProcessShare
 from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig, HarnessModel, HarnessResults, harness_tokenizer
@@ -194,7 +195,8 @@ def test_fewshot_examples_are_the_same_for_every_model_and_random_states_are_kep
     assert [one["prompt"] for one in other_seed.samples] != [one["prompt"] for one in first.samples]
 
 
-def test_fewshot_examples_are_turns_in_the_chat_template(pair, folder, tmp_path):
+def test_fewshot_examples_are_turns_in_the_chat_template(pair, folder, tmp_path, monkeypatch):
+    original = HFLM.tok_encode
     harness = Harness(HarnessConfig(("choose_sum",), str(folder), num_fewshot=1, limit=1, apply_chat_template=True))
     model, tokenizer = load_causal_lm(ModelRef(pair.student)), Tokenizer(pair.student)
     with pytest.raises(XtkError, match="chat template"):
@@ -207,7 +209,17 @@ def test_fewshot_examples_are_turns_in_the_chat_template(pair, folder, tmp_path)
         "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    (sample,) = harness.evaluate(model, Tokenizer(chat_folder)).samples
+    chat_tokenizer, encoded = Tokenizer(chat_folder), []
+    assert chat_tokenizer.start_ids
+
+    def tok_encode(*given, **options):
+        encoded.append(original(*given, **options))
+        return encoded[-1]
+
+    monkeypatch.setattr(HFLM, "tok_encode", tok_encode)
+    (sample,) = harness.evaluate(model, chat_tokenizer).samples
+    assert encoded
+    assert all(ids[0] != chat_tokenizer.start_ids[0] for ids in encoded)
     text = sample["prompt"][0][0]
     assert text.count("<user>") == text.count("<assistant>") == 2
     assert text.endswith("0 + 0 =<assistant>")

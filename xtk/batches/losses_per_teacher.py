@@ -98,7 +98,7 @@ class DistillationTeacher:
     @property
     def has_students_tokenizer(self) -> bool:
         """Whether it has the student's tokenizer."""
-        return bool(self.identity["tokenizer"] == self.student.fingerprint)
+        return self.student.has_fingerprint(self.identity["tokenizer"])
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -324,7 +324,8 @@ def _projection_mismatch(
     """Return the error of a projection for another pair; chat templates may differ, as they do not matter."""
     hint = "run xtk build-projection STUDENT TEACHER -o ... with this student and the teacher of this cache"
     built_for, student = projection.header["student"], tokenizer_identity(teacher.student)
-    if any(built_for.get(key) != student[key] for key in IDENTITY_KEYS):
+    is_own = teacher.student.has_fingerprint(built_for.get("tokenizer"))
+    if not is_own or any(built_for.get(key) != student[key] for key in IDENTITY_KEYS[1:]):
         return MismatchError(
             "the projection was built for another student than this command's",
             where=f"{path} is for {format_tokenizer(built_for)}; "

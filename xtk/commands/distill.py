@@ -81,7 +81,9 @@ def _distill(options: DistillOptions) -> None:
     processes = world_size() if is_worker() else options.num_processes
     layout = parse_parallel(recipe.parallel, processes)
     check_supports_eval_tasks(reporting.eval_tasks, layout)
-    inputs = open_inputs(places, recipe, Tokenizer(places.student.folder, start_token=recipe.start_token))
+    student = places.student
+    tokenizer = Tokenizer(student.folder, start_token=recipe.start_token, adapter=student.adapter)
+    inputs = open_inputs(places, recipe, tokenizer)
     kept = recipe_options(options, piped, processes)
     check_rerun(options, kept, run_identity(recipe, inputs, layout.num_data_shards, reporting))
     exit_resumable_on_signal()
@@ -182,12 +184,14 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
     named = {"-": piped}
     student = named.get(options.student, options.student)
     folder, adapter = base_model_and_adapter(resolve_model_folder(student, with_weights=True))
+    ref = ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code)
     open_teacher = partial(
         parse_online_teacher,
         # Completions of the student cannot be refused.
         long_documents="truncate" if isinstance(options, OnPolicyDistillOptions) else options.long_documents,
         trust_remote_code=options.trust_remote_code,
-        student=folder,
+        student=ref,
+        student_start=options.start_token,
         devices=teacher_devices,
     )
     references: list[OnlineTeacher] = []
@@ -196,7 +200,7 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
     elif options.teacher and options.reference:
         references = [open_teacher(observed_only(spec)) for spec in (*options.reference, student)]
     return RunPaths(
-        ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code),
+        ref,
         tuple(named.get(path, path) for path in options.cache),
         tuple(Path(named.get(path, path)) for path in options.projection if path != "auto"),
         Path(options.output),

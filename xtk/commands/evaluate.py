@@ -115,7 +115,10 @@ def evaluate(options: EvaluateOptions) -> None:
                 place = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="xtk-"))) / "cache"
                 cache = _score_with_teacher(options.teacher, corpus, place, options)
         several = folders if len(folders) > 1 else {}
-        tokenizers = {name: Tokenizer(place, start_token=options.start_token) for name, (place, _) in several.items()}
+        tokenizers = {
+            name: Tokenizer(place, start_token=options.start_token, adapter=adapter)
+            for name, (place, adapter) in several.items()
+        }
         results = {}
         for name, places in folders.items():
             others = [tokenizer for other, tokenizer in tokenizers.items() if other != name]

@@ -131,7 +131,7 @@ def evaluate_answers(options: EvaluateAnswersOptions) -> None:
                 write({"model": name, "problem": prompt.number, "sample": one.sample, "prompt": read,
                        "answer": text, "reward": worth, "finish_reason": one.finish_reason})  # fmt: skip
 
-            tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
+            tokenizer = Tokenizer(folder, name=name, start_token=options.start_token, adapter=adapter)
             own = backend_options(GENERATORS, options.backend, engine=options.engine, adapter=adapter)
             dtype = resolve_dtype(options.dtype, folder)
             model = ModelRef(folder, adapter, dtype, options.trust_remote_code, name)

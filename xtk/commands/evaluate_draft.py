@@ -227,7 +227,7 @@ def _shared_tokenizer(options: EvaluateDraftOptions, folders: dict[str, ModelFol
         raise XtkError("a draft is given twice", where=", ".join(drafts), hint="remove one of them")
     tokenizers = {}
     for name, (folder, adapter) in folders.items():
-        tokenizers[name] = Tokenizer(folder, name=name, start_token=options.start_token)
+        tokenizers[name] = Tokenizer(folder, name=name, start_token=options.start_token, adapter=adapter)
         check_loadable(ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code), tokenizers[name])
     target = tokenizers[options.target].vocabulary
     for name in drafts:

@@ -81,7 +81,7 @@ def models_to_evaluate(
         raise XtkError("MODEL and --compare-to name the same model", where=twice, hint="give each model once")
     models = {name: base_model_and_adapter(resolve_model_folder(name, with_weights=True)) for name in names}
     for name, (folder, adapter) in models.items():
-        tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
+        tokenizer = Tokenizer(folder, name=name, start_token=options.start_token, adapter=adapter)
         if load_registered(GENERATORS, backend, "backend").runs_loaded_model:  # vllm also loads other formats
             check_loadable(ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code), tokenizer)
     return models
@@ -95,7 +95,7 @@ def load_model_and_tokenizer(name: str, folders: ModelFolders, options: LoadedMo
     from xtk.text.tokenizer import Tokenizer
 
     folder, adapter = folders
-    tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
+    tokenizer = Tokenizer(folder, name=name, start_token=options.start_token, adapter=adapter)
     ref = ModelRef(folder, adapter, resolve_dtype(options.dtype, folder), options.trust_remote_code)
     model = load_causal_lm(ref, device=default_device())
     check_embedding_rows(model, tokenizer)

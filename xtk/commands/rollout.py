@@ -184,7 +184,7 @@ def rollout(options: RolloutOptions) -> None:
     rewards = WeightedRewards([parse_reward(text) for text in options.reward])
     environment = load_environment(options.environment) if options.environment else None
     template_arguments = read_template_arguments(options.chat_template_kwargs)
-    tokenizer = Tokenizer(folder, name=student, start_token=options.start_token)
+    tokenizer = Tokenizer(folder, name=student, start_token=options.start_token, adapter=adapter)
     form = PromptFormat(read_prompt_template(options.prompt_template), as_chat=options.apply_chat_template)
     prompts = read_prompts(corpus, options.max_prompts or None, form)
     check_rewards_apply(rewards, prompts)

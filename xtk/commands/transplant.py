@@ -108,7 +108,7 @@ def transplant(options: TransplantOptions) -> None:
     _check_options(options)
     name = terminal.path_argument(options.model)
     folder, adapter = base_model_and_adapter(resolve_model_folder(name, with_weights=True))
-    old = Tokenizer(folder, name=name)
+    old = Tokenizer(folder, name=name, adapter=adapter)
     columns = parse_columns_option(options.columns)
     held_out = Corpus(options.eval_data, columns, options.max_document_bytes) if options.eval_data else None
     with contextlib.ExitStack() as held:

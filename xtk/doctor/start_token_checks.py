@@ -75,7 +75,10 @@ def _compare_start_tokens(
     if bits[best] < (1 - SIGNIFICANT_FRACTION) * bits[current]:
         what = f"{best} predicts the texts better than {current}, the tokenizer's own start ({what})"
         token = NO_START if best == _name(no_start) else best
-        level, hint = "warning", f"use --start-token '{token}' in every command that reads texts with this model"
+        where = "in every command with this model"
+        if side.role == "teacher":
+            where = f"of cache-teacher, or --teacher MODEL:start_token={token} of distill"
+        level, hint = "warning", f"use --start-token '{token}' {where}"
     return Finding(level, what, side.name, hint, figures), results[current]
 
 

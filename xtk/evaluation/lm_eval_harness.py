@@ -190,6 +190,7 @@ class Harness:
                 self._seed()
                 lm = HarnessModel(inner, tokenizer, batch_size=config.batch_size, max_length=max_length,
                                   template_arguments=dict(config.template_arguments),
+                                  apply_chat_template=config.apply_chat_template,
                                   process_share=process_share or ProcessShare(), stderr=stderr)  # fmt: skip
                 output = evaluator.evaluate(
                     lm, self._loaded, limit=config.limit or None, bootstrap_iters=BOOTSTRAP_SAMPLES,
@@ -339,6 +340,7 @@ class HarnessModel:
         batch_size: int,
         max_length: int | None,
         template_arguments: dict[str, Any],
+        apply_chat_template: bool,
         process_share: ProcessShare,
         stderr: TextIO,
     ) -> None:
@@ -349,7 +351,9 @@ class HarnessModel:
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self._model = HFLM(pretrained=model, backend="causal", tokenizer=harness_tokenizer(tokenizer),
                            batch_size=batch_size, max_length=max_length, mixed_precision_dtype=dtype,
-                           chat_template_args=template_arguments)  # fmt: skip
+                           chat_template_args=template_arguments,
+                           # A conversation begins as its template writes it, without the start token of a text.
+                           add_bos_token=False if apply_chat_template else None)  # fmt: skip
         self._model._loglikelihood_tokens = functools.partial(_without_progress, self._model._loglikelihood_tokens)
         self._share, self._stderr = process_share, stderr
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,8 @@ PRETRAINED_STUDENT, PRETRAINED_TEACHER = "smollm2-135m-instruct.gguf", "qwen2.5-
 NUM_FUNCTIONS, NUM_HELD_OUT_FUNCTIONS = 200, 24
 PRETRAINED_LOSS = "--loss ce --loss byte-kl"
 PRETRAINED_TRAINING_OPTIONS = (
-    "--max-steps 50 --per-device-train-batch-size 4 --learning-rate 1e-4 --warmup-ratio 0.1 --save-steps 0"
+    "--max-steps 50 --per-device-train-batch-size 4 --learning-rate 1e-4 --warmup-ratio 0.1 --save-steps 0 "
+    "--start-token '<|endoftext|>'"  # SmolLM2 has none: docs/how-to/real-models.md, "Start and end tokens"
 )
 PRETRAINED_GENERATION_OPTIONS = "--max-completion-length 64 --temperature 0.5"
 PROMPT_LINES = 2  # of a function: its name and its description
@@ -214,7 +215,7 @@ def _prepare_small(folder: Path, num_seeds: int) -> Demo:
     )
     silence_transformers()
     beginnings = [text[:PROMPT_CHARACTERS] for text in held_out if len(text) > PROMPT_CHARACTERS][:NUM_PROMPTS]
-    _write_texts(folder, train=training, part=part, test=held_out, prompts=beginnings)
+    _write_documents(folder, train=training, part=part, test=held_out, prompts=beginnings)
     _write_once(folder / "teacher-untrained", lambda path: make_teacher(path, training, TEACHER_SEED))
     for seed in range(num_seeds):
         _write_once(folder / f"student-{seed}", lambda path, seed=seed: make_student(path, training, seed))
@@ -247,7 +248,8 @@ def _prepare_pretrained(folder: Path, num_seeds: int) -> Demo:
         f"{len(other)} small functions of another style."
     )
     beginnings = ["".join(text.splitlines(keepends=True)[:PROMPT_LINES]) for text in other[:NUM_PROMPTS]]
-    _write_texts(folder, part=training, test=held_out, other=other, prompts=beginnings)
+    test, small = ([_first_word_as_prompt(text) for text in texts] for texts in (held_out, other))
+    _write_documents(folder, part=training, test=test, other=small, prompts=beginnings)
     _print_step(1, f"download {PRETRAINED_STUDENT} and {PRETRAINED_TEACHER}, if they are not in {models}:")
     student, teacher = (
         shlex.quote(str(download_model(name, models))) for name in (PRETRAINED_STUDENT, PRETRAINED_TEACHER)
@@ -274,8 +276,8 @@ def _claim(folder: Path, *, real: bool) -> None:
     write_json(folder / MARKER_FILE, {"kind": "quickstart", "real": real})
 
 
-def _write_texts(folder: Path, **texts: list[str]) -> None:
-    for name, of_file in texts.items():
+def _write_documents(folder: Path, **documents: Sequence[str | dict[str, str]]) -> None:
+    for name, of_file in documents.items():
         _write_once(folder / f"{name}.jsonl", lambda path, of_file=of_file: _write_jsonl(path, of_file))
 
 
@@ -288,9 +290,15 @@ def _write_once(path: Path, write: Any) -> None:
     temporary.replace(path)
 
 
-def _write_jsonl(path: Path, texts: Iterable[str]) -> None:
-    lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-    path.write_text("".join(lines), encoding="utf-8")
+def _first_word_as_prompt(text: str) -> dict[str, str]:
+    """Return a document whose first word is not measured: models without a start token do not predict it."""
+    word = text.split(maxsplit=1)[0]
+    return {"prompt": word, "completion": text.removeprefix(word)}
+
+
+def _write_jsonl(path: Path, documents: Iterable[str | dict[str, str]]) -> None:
+    rows = ({"text": document} if isinstance(document, str) else document for document in documents)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def _print_note(text: str) -> None:

@@ -24,7 +24,7 @@ from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX, fsync, has_same_content, set_default_permissions
 from xtk.files.output import move_aside
 from xtk.files.run_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
-from xtk.models.saved_model import add_transformers_4_keys
+from xtk.models.saved_model import TOKENIZER_CLASS, add_transformers_4_keys
 from xtk.models.student_model_setup import is_peft_model, save_trainable
 from xtk.parallel import process_group
 from xtk.runs.folder import (
@@ -50,7 +50,7 @@ from xtk.runs.sharded_state import (
     write_sharded_state,
 )
 from xtk.runs.trainer_state import TrainerState
-from xtk.text.start_tokens import AUTO_START
+from xtk.text.start_tokens import AUTO_START, WITHOUT_POST_PROCESSOR
 from xtk.text.tokenizer import Tokenizer
 from xtk.text.tokenizer_files import TOOL_USE_TEMPLATE, combined_template_files
 
@@ -82,6 +82,8 @@ def copy_tokenizer_files(source: Path, folder: Path, start_token: str = AUTO_STA
         path = folder / "tokenizer_config.json"
         settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         settings["add_bos_token"] = tokenizer.start_ids == (tokenizer.special_token_ids.get("bos"),)
+        if str(settings.get("tokenizer_class", "")).startswith(WITHOUT_POST_PROCESSOR):
+            settings["tokenizer_class"] = TOKENIZER_CLASS
         path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -299,7 +301,8 @@ class CheckpointSaver:
             folder.mkdir()
             self._merge(adapter, folder)
             set_default_permissions(*folder.rglob("*.safetensors"))
-            copy_tokenizer_files(self._tokenizer_folder, folder, self._start_token)
+            for one in (folder, folder / ADAPTER_FOLDER):
+                copy_tokenizer_files(self._tokenizer_folder, one, self._start_token)
             shutil.rmtree(adapter)
 
     def load(self, folder: Path, seed: int, random_stream: int | None = None) -> dict[str, Any]:

@@ -38,8 +38,9 @@ class CacheRequest:
     backend_options: dict[str, Any] = field(default_factory=dict)  # options of one backend
 
     def teacher_tokenizer(self) -> Tokenizer:
-        """Return the teacher's tokenizer, loaded from its folder."""
-        return Tokenizer(self.teacher.folder, name=self.teacher.name, start_token=self.start_token)
+        """Return the teacher's tokenizer, loaded from its folder or that of its adapter."""
+        teacher = self.teacher
+        return Tokenizer(teacher.folder, name=teacher.name, start_token=self.start_token, adapter=teacher.adapter)
 
     @property
     def teacher_short_name(self) -> str:

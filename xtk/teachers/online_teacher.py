@@ -6,7 +6,6 @@ import gc
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -255,8 +254,8 @@ def observed_only(text: str) -> str:
 
 
 def parse_online_teacher(
-    text: str, *, long_documents: str, trust_remote_code: bool, student: Path | None = None,
-    devices: Sequence[int] = (),
+    text: str, *, long_documents: str, trust_remote_code: bool, student: ModelRef | None = None,
+    student_start: str = AUTO_START, devices: Sequence[int] = (),
 ) -> OnlineTeacher:  # fmt: skip
     """Return the teacher of `--teacher MODEL` or `MODEL:top_k=64,dtype=bfloat16`, with options of `cache-teacher`.
 
@@ -266,6 +265,7 @@ def parse_online_teacher(
         text: value of --teacher; `engine.NAME=VALUE` means `--engine NAME=VALUE`, `top_k=all` the whole vocabulary.
         long_documents: treatment of documents that are longer than its context: see `LONG_DOCUMENTS`.
         trust_remote_code: allow model code from the model's folder.
+        student_start: the student's start token, also of the teacher `self`.
     """
     match = _TEACHER_SPEC.fullmatch(text)
     model = text if match is None else match["model"]
@@ -291,11 +291,12 @@ def parse_online_teacher(
             hint=f"use --teacher self:weights={weights}",
         )
     if student is not None and weights:
-        model = str(student)
+        model = str(student.folder)
     folder, adapter = base_model_and_adapter(resolve_model_folder(model, with_weights=not kind.uses_servers))
     dtype = resolve_dtype(dtype, None if kind.uses_servers or weights else folder)
-    start_token = str(given.get("start_token", AUTO_START))
-    tokenizer = Tokenizer(folder, name=model, start_token=start_token)
+    start_token = str(given.get("start_token", student_start if weights else AUTO_START))
+    tokenizer_adapter = student.adapter if student is not None and weights else adapter
+    tokenizer = Tokenizer(folder, name=model, start_token=start_token, adapter=tokenizer_adapter)
     top_k = tokenizer.embedding_rows if given.get("top_k") == FULL_VOCABULARY else given.get("top_k")
     support = make_support(
         str(given.get("support", "")),

@@ -11,7 +11,7 @@ START_ROLES = ("bos", "eos")
 # Special tokens that separate texts in pretraining; an instruct model's bos and eos often belong to its chat template.
 TEXT_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 # Transformers 5 replaces this class's post-processor by one without a start token, whatever tokenizer.json has.
-_WITHOUT_POST_PROCESSOR = "GPTNeoXTokenizer"
+WITHOUT_POST_PROCESSOR = "GPTNeoXTokenizer"
 
 
 def own_start_ids(backend: Any, configuration: Mapping[str, Any]) -> tuple[int, ...]:
@@ -19,7 +19,7 @@ def own_start_ids(backend: Any, configuration: Mapping[str, Any]) -> tuple[int, 
 
     In transformers 5, tokenizer.json determines them, not `add_bos_token` of tokenizer_config.json.
     """
-    is_replaced = str(configuration.get("tokenizer_class", "")).startswith(_WITHOUT_POST_PROCESSOR)
+    is_replaced = str(configuration.get("tokenizer_class", "")).startswith(WITHOUT_POST_PROCESSOR)
     if is_replaced or backend.post_processor is None:
         return ()
     encoding = backend.encode("a")

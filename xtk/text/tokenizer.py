@@ -27,6 +27,7 @@ from xtk.text.tokenizer_files import (
     STOP_TOKENS_KEY,
     configured_vocab_size,
     read_tokenizer_files,
+    tokenizer_folder,
     wrap_backend_errors,
 )
 from xtk.text.vocabulary import (
@@ -96,6 +97,7 @@ class Tokenizer:
 
     `name`: in messages; the folder by default. `embedding_rows`: for a folder without a model configuration.
     `start_token`: what precedes a text: `auto` (as in transformers), `none`, `bos`, `eos`, a special token, or ids.
+    `adapter`: folder of the model's adapter, whose tokenizer counts if it has one.
     """
 
     def __init__(
@@ -105,13 +107,15 @@ class Tokenizer:
         name: str | None = None,
         embedding_rows: int | None = None,
         start_token: str | tuple[int, ...] = AUTO_START,
+        adapter: Path | None = None,
     ) -> None:
-        self.folder = Path(folder)
         self.name = name or str(folder)
-        files = read_tokenizer_files(self.folder)
-        # fingerprint: identifies the tokenizer independent of its folder: hash of its JSON without `truncation` and
-        # `padding`, which calls may change.
+        model_folder = Path(folder)
+        self._model_folder, self.folder = model_folder, tokenizer_folder(model_folder, adapter)
+        files = read_tokenizer_files(self.folder, model_folder)
+        # fingerprint: identifies the tokenizer independent of its folder and of its start token.
         content, self._backend, self.fingerprint = files.content, files.backend, files.fingerprint
+        self._older_fingerprint = files.older_fingerprint
         self._disable_dropout(content["model"].get("dropout"))
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -124,7 +128,7 @@ class Tokenizer:
         self._lock = threading.Lock()  # guards that setting, which `encode_rendered` changes temporarily
         self._template = files.chat_template
         self.template_fingerprint = files.template_fingerprint  # identifies its chat template; None without one
-        num_rows = embedding_rows or configured_vocab_size(self.folder)
+        num_rows = embedding_rows or configured_vocab_size(model_folder)
         vocabulary = read_vocabulary(content, self._backend)
         # Gemma 3 1B has one special token (of images) more than rows.
         first = vocabulary.without_special_tokens_above(num_rows)
@@ -160,7 +164,9 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the tokenizer as its folder; the other process loads it again."""
-        loading = partial(Tokenizer, self.folder, name=self.name, embedding_rows=self.embedding_rows)
+        adapter = self.folder if self.folder != self._model_folder else None
+        loading = partial(Tokenizer, self._model_folder, name=self.name, embedding_rows=self.embedding_rows)
+        loading = partial(loading, adapter=adapter)
         return partial(loading, start_token=self.start_token), ()
 
     def __len__(self) -> int:
@@ -270,6 +276,10 @@ class Tokenizer:
         """Whether it prepends a space to a text."""
         (letter,) = self.encode(["a"])
         return b"".join(map(self.vocabulary.bytes_of, letter.ids.tolist())) == b" a"
+
+    def has_fingerprint(self, stored: object) -> bool:
+        """Whether a fingerprint in a file is this tokenizer's; that of older files also covers its start token."""
+        return stored in (self.fingerprint, self._older_fingerprint)
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """Return the tokens of texts, without special tokens, and the byte where each token ends.
@@ -546,7 +556,7 @@ class Tokenizer:
     def to_files(self, *, with_start: bool = False) -> dict[str, bytes]:
         """Return {file name: content} of the files that are needed to load this tokenizer again.
 
-        `with_start`: let the post-processor put `start_ids` before a text, for other libraries: another fingerprint.
+        `with_start`: let the post-processor put `start_ids` before a text, for other libraries.
         """
         content: dict[str, Any] = {f"{role}_token": text for role, text in self._role_contents.items()}
         if self._named_stops and not with_start:

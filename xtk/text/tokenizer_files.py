@@ -33,7 +33,10 @@ class TokenizerFiles:
     raw: bytes  # tokenizer.json
     content: dict[str, Any]  # its JSON, with the backend's ids of added tokens
     backend: tokenizers.Tokenizer  # the tokenizer of the library `tokenizers`
-    fingerprint: str  # hash of the JSON without `truncation` and `padding`, which calls may change
+    # Hash of the JSON without `truncation` and `padding`, which calls may change, and without `post_processor`: the
+    # start token is compared by itself.
+    fingerprint: str
+    older_fingerprint: str  # with `post_processor`, in files of xtk before December 2026
     special_tokens: dict[str, str]  # {role: text}, those of SPECIAL_TOKEN_ROLES that the tokenizer has
     chat_template: str | None  # a Jinja template; None without one
     configuration: dict[str, Any]  # content of tokenizer_config.json
@@ -47,14 +50,17 @@ class TokenizerFiles:
         return None if template is None else "sha256:" + hashlib.sha256(json.dumps(template).encode()).hexdigest()
 
 
-def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read the files of a tokenizer; other formats than tokenizer.json are converted."""
+def read_tokenizer_files(folder: Path, model_folder: Path) -> TokenizerFiles:
+    """Read the files of a tokenizer; other formats than tokenizer.json are converted.
+
+    `model_folder`: folder with generation_config.json, which an adapter's folder does not have.
+    """
     raw, configuration = _read_tokenizer_json(folder)
     with wrap_backend_errors("invalid tokenizer.json", str(folder)), _no_garbage_collection():
         backend = tokenizers.Tokenizer.from_buffer(raw)
         content = json.loads(raw, parse_float=_round_score)
         _check_tokenizer_json(content, str(folder))
-        fingerprint = _tokenizer_fingerprint(content)
+        fingerprints = _tokenizer_fingerprints(content)
     # Where ids of added tokens have gaps, the backend (and so transformers) numbers them without gaps.
     content["added_tokens"] = [
         {**token, "id": backend.token_to_id(token["content"])} for token in content.get("added_tokens") or []
@@ -62,8 +68,13 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     template = _read_template(folder, configuration)
     roles = _special_tokens(folder, configuration)
     known = {role: token for role, token in roles.items() if backend.token_to_id(token) is not None}
-    stops = _stop_tokens(folder, configuration)
-    return TokenizerFiles(raw, content, backend, fingerprint, known, template, configuration, stops)
+    stops = _stop_tokens(model_folder, configuration)
+    return TokenizerFiles(raw, content, backend, *fingerprints, known, template, configuration, stops)
+
+
+def tokenizer_folder(folder: Path, adapter: Path | None) -> Path:
+    """Return the folder with a model's tokenizer: its adapter's if that has one, as in transformers."""
+    return adapter if adapter is not None and (adapter / "tokenizer.json").is_file() else folder
 
 
 def _stop_tokens(folder: Path, configuration: Mapping[str, Any]) -> tuple[int | str, ...]:
@@ -233,9 +244,15 @@ def _round_score(number: str) -> float:
     return float(f"{float(number):.6g}")
 
 
-def _tokenizer_fingerprint(content: dict[str, Any]) -> str:
-    identity = {key: value for key, value in content.items() if key not in ("truncation", "padding")}
-    return "sha256:" + hashlib.sha256(_canonical_json(identity).encode()).hexdigest()
+def _tokenizer_fingerprints(content: dict[str, Any]) -> tuple[str, str]:
+    """Return the hashes of tokenizer.json without and with its post-processor."""
+    parts = {key: f"{json.dumps(key)}:{_canonical_json(content[key])}" for key in sorted(content)}
+
+    def without(*keys: str) -> str:
+        text = "{" + ",".join(part for key, part in parts.items() if key not in keys) + "}"
+        return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+    return without("truncation", "padding", "post_processor"), without("truncation", "padding")
 
 
 def _canonical_json(content: Any) -> str:

@@ -45,6 +45,7 @@ from xtk.runs.resume_point import ResumePoint
 from xtk.runs.trainer_state import TrainerState, step_is_finite
 from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.tokenizer import Tokenizer
+from xtk.text.tokenizer_files import tokenizer_folder
 from xtk.training.ema_and_cpu_offload import ExponentialMovingAverage, offload_student
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.online_teacher_scoring import TeacherBlocks
@@ -111,8 +112,9 @@ class _TrainingLoop:
         run.wrapped_student.train()
         torch.manual_seed(run.recipe.seed + run.parallel.gradient_replica)
         self.average = ExponentialMovingAverage(run.student.model, run.recipe.ema_decay)
+        tokenizer_files = tokenizer_folder(run.initial_student.folder, run.initial_student.adapter)
         run.saver = self.saver = CheckpointSaver(
-            run.student.model, self.optimizer, run.initial_student.folder, start_token=run.recipe.start_token,
+            run.student.model, self.optimizer, tokenizer_files, start_token=run.recipe.start_token,
             averages=self.average.averages,
             parallel=str(run.parallel), merge_adapter=run.merge_adapter, run_fingerprint=run_fingerprint(run.identity),
         )  # fmt: skip
