@@ -60,9 +60,8 @@ def test_a_student_with_another_start_token_keeps_its_tokenizer(run, trained, pa
     assert header["start_ids"] == [BOS]
     content = json.loads((pair.student / "tokenizer.json").read_text())  # what older versions stored
     older = {name: value for name, value in content.items() if name not in ("truncation", "padding")}
-    older_fingerprint = (
-        "sha256:" + sha256(json.dumps(older, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    )
+    text = json.dumps(older, sort_keys=True, separators=(",", ":"))
+    older_fingerprint = "sha256:" + sha256(text.encode()).hexdigest()
     assert older_fingerprint != header["tokenizer"]
     assert before.has_fingerprint(older_fingerprint)
     assert not after.has_fingerprint(older_fingerprint)
@@ -77,8 +76,9 @@ def test_adapters_of_a_run_keep_its_start_token(run, trained, pair, tmp_path):
     rows = []
     for place in (tmp_path / "run", tmp_path / "run" / "adapter"):
         rows.append(json.loads(run("evaluate", place, data, "--json").stdout))
-        run("rollout", place, data, "--max-prompts", 1, "--max-completion-length", 2, "-o", tmp_path / "out", "--force")
-        (line,) = (tmp_path / "out").read_text().splitlines()
+        out = tmp_path / f"{place.name}.jsonl"
+        run("rollout", place, data, "--max-prompts", 1, "--max-completion-length", 2, "-o", out)
+        (line,) = out.read_text().splitlines()
         assert json.loads(line)["student_ids"][0] != BOS
     assert rows[0]["bytes"] == rows[1]["bytes"]
     assert Tokenizer(pair.student, adapter=tmp_path / "run" / "adapter").start_ids == ()

@@ -71,10 +71,8 @@ class DoctorModel:
             raise XtkError(f"the {role} must be a model, and this is a teacher cache", where=name, hint=hint)
         folder, adapter = base_model_and_adapter(folder)
         configuration = read_model_config(folder)
-        tokenizer, tensors = (
-            Tokenizer(folder, name=name, adapter=adapter),
-            read_weight_headers(folder, allow_missing=True),
-        )
+        tokenizer = Tokenizer(folder, name=name, adapter=adapter)
+        tensors = read_weight_headers(folder, allow_missing=True)
         return cls(role, folder, tokenizer, configuration, tensors, not tensors and not path_exists(name), adapter)
 
     @property
