@@ -33,12 +33,21 @@ BENCHES = "tests/benchmarks"
 OBJECTIVES = [f"{BENCHES}/bench_objectives.py", ".nox/objectives"]
 ON_POLICY = ("byte-kl", "bpm", "escd", "simct", "strict", "gold", "boundary-kl", "p-kl", "policy-gradient",
              "policy-gradient:credit=dpca")  # fmt: skip
+# From students that know some sums: the control without a teacher, and the style of a teacher.
+WITH_CONTROLS = (
+    "byte-kl", "on-policy bpm", "byte-kl --reference reference --teacher-shift",
+    "on-policy bpm --reference reference --teacher-shift",
+    *(f"on-policy {name} --learning-rate 2e-4" for name in
+      ("bpm", "policy-gradient", "policy-gradient:teacher=none", "policy-gradient:offset=0.5 --reference reference")),
+)  # fmt: skip
 TABLES = {
     "codec": [[f"{BENCHES}/bench_codec.py"], [f"{BENCHES}/bench_codec.py", "whole"]],
     "objectives": [
         OBJECTIVES,
         ["examples/arithmetic.py", "--output", ".nox/arithmetic", "--seeds", "3", "--ways", "right answers", "ce",
          "byte-kl", *(f"on-policy {name}" for name in ON_POLICY)],
+        ["examples/arithmetic.py", "--output", ".nox/arithmetic-controls", "--seeds", "3", "--first", "byte-kl",
+         "--ways", *WITH_CONTROLS],
     ],
     "objectives_short": [[*OBJECTIVES, "--short"]],
     "students_of_supports": [[*OBJECTIVES, "--settings", "real", "quickstart", "--supports"]],

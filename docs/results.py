@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "real_pairs")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "benchmarks"))
 from measurement import half_interval
 from pair_results import Results
-from pair_tables import grid_table, pair_table
+from pair_tables import document_table, pair_table
 
 DOCS = Path(__file__).parent
-REAL_PAIRS = DOCS / "figures" / "real-pairs"  # results of examples/real_pairs/run.py
+REAL_PAIRS = DOCS / "figures" / "real-pairs"  # a folder of results of examples/real_pairs/run.py for each pair
 DATA: dict[str, Any] = json.loads((DOCS / "figures" / "results.json").read_text(encoding="utf-8"))
 NUMBER = re.compile(
     r"(?P<sign>[+-]?)(?P<digits>[\d,]+(?:\.(?P<decimals>\d+))?)(?P<rest>[^\s<]{0,3} ?[%]?)<!-- =(?P<name>\S+) -->"
@@ -138,9 +138,9 @@ def code(losses: str) -> str:
     return ", ".join(f"`{part}`" if " " not in part else part for part in losses.split(", "))
 
 
-def on_policy() -> str:
+def on_policy(part: str = "accuracy") -> str:
     """Return the accuracies of the on-policy example, by seed."""
-    accuracies = DATA["on_policy"]["accuracy"]
+    accuracies = DATA["on_policy"][part]
     rows = [
         (name, ", ".join(f"{value:.3f}" for value in row), f"{statistics.mean(row):.3f}")
         for name, row in accuracies.items()
@@ -202,21 +202,23 @@ def how_to() -> str:
 
 
 def real_pair(name: str) -> str:
-    """Return the tables of a pair of pretrained models: the test set, and the development set of all settings."""
-    results = Results(REAL_PAIRS)
-    return "\n".join([*pair_table(results, name), "", *grid_table(results, name), ""])
+    """Return the tables of a pair of pretrained models: the test set, and its differences by document."""
+    results = Results(REAL_PAIRS / name)
+    return "\n".join([*pair_table(results, name), "", *document_table(results, name), ""])
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "objectives": objectives,
     "on-policy": on_policy,
+    "on-policy-controls": partial(on_policy, "controls"),
     "on-policy-six": on_policy_six,
     "on-policy-ways": on_policy_ways,
     "quickstart": quickstart,
     "ten-numbers": ten_numbers,
     "how-to": how_to,
     "real-pair-text": partial(real_pair, "text"),
+    "real-pair-code": partial(real_pair, "code"),
 }
 
 
