@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from hashlib import sha256
 
 import pytest
 import small_inputs
@@ -53,19 +52,33 @@ def test_a_student_with_another_start_token_keeps_its_tokenizer(run, trained, pa
     folder, data, _ = trained
     before, after = Tokenizer(pair.student), Tokenizer(folder)
     assert before.start_ids != after.start_ids
-    assert before.fingerprint == after.fingerprint
+    assert before.fingerprint != after.fingerprint
+    assert before.text_fingerprint == after.text_fingerprint != Tokenizer(pair.teacher).text_fingerprint
     run("cache-teacher", pair.student, data, "--top-k", 8, "-o", tmp_path / "cache")
     run("distill", folder, tmp_path / "cache", "--loss", "forward-kl", "--max-steps", 1, "-o", tmp_path / "again")
-    header = TeacherCache(tmp_path / "cache").header["teacher"]
-    assert header["start_ids"] == [BOS]
-    content = json.loads((pair.student / "tokenizer.json").read_text())  # what older versions stored
-    older = {name: value for name, value in content.items() if name not in ("truncation", "padding")}
-    text = json.dumps(older, sort_keys=True, separators=(",", ":"))
-    older_fingerprint = "sha256:" + sha256(text.encode()).hexdigest()
-    assert older_fingerprint != header["tokenizer"]
-    assert before.has_fingerprint(older_fingerprint)
-    assert not after.has_fingerprint(older_fingerprint)
-    assert before.has_fingerprint(header["tokenizer"])
+    printed = run("distill", folder, tmp_path / "cache", "--max-steps", 1, "-o", tmp_path / "default").stderr
+    assert "forward-kl" in printed
+    assert "byte-kl" not in printed
+
+
+def test_an_adapters_tokenizer_counts_unless_it_has_more_tokens_than_the_model(pair, tmp_path, capsys):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    assert Tokenizer(pair.student, adapter=adapter).folder == pair.student  # it has none
+    copy_tokenizer_files(pair.student, adapter, "none")
+    assert Tokenizer(pair.student, adapter=adapter).start_ids == ()
+    content = json.loads((adapter / "tokenizer.json").read_text())
+    rows = Tokenizer(pair.student).embedding_rows
+    added = {"id": rows, "content": "[PAD]", "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True}  # fmt: skip
+    more = [
+        {**added, "id": number, "content": f"[PAD{number}]"} for number in range(len(Tokenizer(pair.student)), rows)
+    ]
+    content["added_tokens"] += [*more, added]
+    (adapter / "tokenizer.json").write_text(json.dumps(content))
+    used = Tokenizer(pair.student, adapter=adapter)
+    assert (used.start_ids, used.embedding_rows, used.folder) == ((BOS,), rows, pair.student)
+    assert "the adapter's has more tokens than the model rows" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -104,10 +117,13 @@ def test_a_class_of_transformers_without_start_tokens_is_not_saved(pair, tmp_pat
     settings = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "GPTNeoXTokenizer"}))
     assert Tokenizer(source).start_ids == ()
-    (tmp_path / "saved").mkdir()
-    copy_tokenizer_files(source, tmp_path / "saved", "eos")
-    assert Tokenizer(tmp_path / "saved").start_ids == (EOS,)
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(TEXT).input_ids[0] == EOS
+    (first,) = Tokenizer(source).encode([TEXT])
+    for start_token, ids in (("eos", (EOS,)), ("none", ()), ("bos", (BOS,))):
+        saved = tmp_path / start_token
+        saved.mkdir()
+        copy_tokenizer_files(source, saved, start_token)
+        assert Tokenizer(saved).start_ids == ids
+        assert AutoTokenizer.from_pretrained(saved)(TEXT).input_ids == [*ids, *first.ids.tolist()]
 
 
 def test_doctor_finds_a_start_token_that_makes_a_model_worse(trained, pair, tmp_path, capfd):

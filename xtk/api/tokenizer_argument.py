@@ -10,7 +10,7 @@ from typing import Any
 
 from xtk.errors import XtkError
 from xtk.files.atomic_files import atomic_write, canonical_json, sha256
-from xtk.models.resolver import resolve_model_folder
+from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
 from xtk.text.tokenizer import Tokenizer
 from xtk.text.tokenizer_files import SPECIAL_TOKEN_ROLES, combine_templates
 from xtk.writable_cache_folders import user_cache_folder
@@ -36,8 +36,10 @@ def to_tokenizer(tokenizer: Any) -> Tokenizer:
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if isinstance(tokenizer, str | Path):
-        folder, name = resolve_model_folder(str(tokenizer), with_weights=False), str(tokenizer)
-        return _remembered([name, _file_states(folder)], lambda: Tokenizer(folder, name=name))
+        place, name = resolve_model_folder(str(tokenizer), with_weights=False), str(tokenizer)
+        folder, adapter = base_model_and_adapter(place, with_weights=False)
+        files = [_file_states(folder), _file_states(place)]
+        return _remembered([name, *files], lambda: Tokenizer(folder, name=name, adapter=adapter))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise XtkError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -97,8 +98,12 @@ class DistillationTeacher:
 
     @property
     def has_students_tokenizer(self) -> bool:
-        """Whether it has the student's tokenizer."""
-        return self.student.has_fingerprint(self.identity["tokenizer"])
+        """Whether it has the student's tokenizer, perhaps with another start token."""
+        if self.identity["tokenizer"] == self.student.fingerprint:
+            return True
+        with contextlib.suppress(XtkError):  # a cache without its tokenizer; reported where that is needed
+            return self.tokenizer.text_fingerprint == self.student.text_fingerprint
+        return False
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -324,8 +329,7 @@ def _projection_mismatch(
     """Return the error of a projection for another pair; chat templates may differ, as they do not matter."""
     hint = "run xtk build-projection STUDENT TEACHER -o ... with this student and the teacher of this cache"
     built_for, student = projection.header["student"], tokenizer_identity(teacher.student)
-    is_own = teacher.student.has_fingerprint(built_for.get("tokenizer"))
-    if not is_own or any(built_for.get(key) != student[key] for key in IDENTITY_KEYS[1:]):
+    if any(built_for.get(key) != student[key] for key in IDENTITY_KEYS):
         return MismatchError(
             "the projection was built for another student than this command's",
             where=f"{path} is for {format_tokenizer(built_for)}; "

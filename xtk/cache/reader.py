@@ -207,8 +207,8 @@ class TeacherCache:
                 where=self.folder.name,
                 hint="copy the tokenizer files of the teacher into this folder, or use --projection FILE",
             ) from None
-        is_own = tokenizer.has_fingerprint(identity["tokenizer"])
-        if not is_own or tokenizer.template_fingerprint != identity["template"]:
+        fingerprints = (tokenizer.fingerprint, tokenizer.template_fingerprint)
+        if fingerprints != (identity["tokenizer"], identity["template"]):
             raise CorruptError(
                 "the tokenizer in this cache is not the one that the cache was built with",
                 where=self.folder.name,

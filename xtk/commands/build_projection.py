@@ -77,7 +77,7 @@ def build_projection(options: BuildProjectionOptions) -> None:
 
     from xtk.errors import XtkError
     from xtk.files.output import Output
-    from xtk.models.resolver import resolve_model_folder
+    from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
     from xtk.projection.build import build_projection as build
     from xtk.projection.build import check_method_options, projection_header
     from xtk.projection.coverage_audit import audit_warning
@@ -99,8 +99,13 @@ def build_projection(options: BuildProjectionOptions) -> None:
     path = Path(options.output)
     output = Output(path, PROJECTION, force=options.force, inputs=[*options.corpus, options.special_tokens])
     output.find_finished()
-    folders = [resolve_model_folder(side, with_weights=False) for side in (options.student, options.teacher)]
-    one, other = Tokenizer(folders[0], name=options.student), Tokenizer(folders[1], name=options.teacher)
+    one, other = (
+        Tokenizer(folder, name=name, adapter=adapter)
+        for name in (options.student, options.teacher)
+        for folder, adapter in [
+            base_model_and_adapter(resolve_model_folder(name, with_weights=False), with_weights=False)
+        ]
+    )
     if options.method == "cooccurrence":
         from xtk.data.corpus_reader import Corpus, parse_columns_option
 

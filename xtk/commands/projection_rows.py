@@ -42,7 +42,7 @@ def _tokenizers(places: Sequence[str], header: Mapping[str, Any]) -> dict[str, T
     sides: dict[str, Tokenizer] = {}
     for place in places[1:]:
         tokenizer = Tokenizer(resolve_model_folder(place, with_weights=False), name=place)
-        names = [name for name in ("student", "teacher") if tokenizer.has_fingerprint(header[name]["tokenizer"])]
+        names = [name for name in ("student", "teacher") if header[name]["tokenizer"] == tokenizer.fingerprint]
         if not names:
             raise MismatchError(
                 "this tokenizer is neither the student's nor the teacher's of the projection",

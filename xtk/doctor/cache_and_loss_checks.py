@@ -23,7 +23,7 @@ def cache_identity(inputs: DoctorInputs) -> Iterator[Finding]:
     support = inputs.cache.header["options"].get("support")
     where = f"cache of {identity['name']}"
     again = f"give the teacher of the cache, or run xtk cache-teacher {teacher.name} ..."
-    if not teacher.has_fingerprint(identity["tokenizer"]):
+    if identity["tokenizer"] != teacher.fingerprint:
         what = f"the cache comes from a teacher with another tokenizer ({identity['tokenizer'][:15]})"
         yield Finding("error", what, f"{where}; {inputs.teacher.name} has {teacher.fingerprint[:15]}", again)
         return
@@ -55,7 +55,7 @@ def _weights_fingerprints(side: DoctorModel) -> list[str]:
 def projection(inputs: DoctorInputs) -> Iterator[Finding]:
     """Report the coverage of the projection that `distill` would build."""
     student, teacher = (side.tokenizer for side in inputs.models)
-    if student.fingerprint == teacher.fingerprint:
+    if student.text_fingerprint == teacher.text_fingerprint:
         yield Finding("ok", "student and teacher have the same tokenizer: no projection is needed")
         return
     audit = cached_projection(student, teacher, DEFAULT_PROJECTION_METHOD).header["audit"]

@@ -75,10 +75,8 @@ def _compare_start_tokens(
     if bits[best] < (1 - SIGNIFICANT_FRACTION) * bits[current]:
         what = f"{best} predicts the texts better than {current}, the tokenizer's own start ({what})"
         token = NO_START if best == _name(no_start) else best
-        where = "in every command with this model"
-        if side.role == "teacher":
-            where = f"of cache-teacher, or --teacher MODEL:start_token={token} of distill"
-        level, hint = "warning", f"use --start-token '{token}' {where}"
+        online = f", or distill --teacher 'MODEL:start_token={token}'" if side.role == "teacher" else ""
+        level, hint = "warning", f"use --start-token '{token}' in every command with this model{online}"
     return Finding(level, what, side.name, hint, figures), results[current]
 
 

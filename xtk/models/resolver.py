@@ -106,7 +106,7 @@ def _check_run_finished(folder: Path) -> None:
     )
 
 
-def base_model_and_adapter(folder: Path) -> tuple[Path, Path | None]:
+def base_model_and_adapter(folder: Path, *, with_weights: bool = True) -> tuple[Path, Path | None]:
     """Return the folder of the base model, and the adapter folder if `folder` is a PEFT adapter."""
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return folder, None
@@ -118,7 +118,7 @@ def base_model_and_adapter(folder: Path) -> tuple[Path, Path | None]:
             hint="set base_model_name_or_path in this file to a model folder or a hub id",
         )
     try:
-        return resolve_model_folder(base, with_weights=True), folder
+        return resolve_model_folder(base, with_weights=with_weights), folder
     except XtkError as failure:
         where = f"{base}, the base model of the adapter in {folder}"
         raise XtkError(failure.what, where=where, hint=failure.hint) from None

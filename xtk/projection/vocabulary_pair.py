@@ -61,7 +61,7 @@ class VocabularyPair:
     def equal_ids(self) -> NDArray[np.int32]:
         """int32 [student tokens], the teacher token with equal bytes; -1: none."""
         vocabulary = self.student.vocabulary
-        if self.student.fingerprint == self.teacher.fingerprint:
+        if self.student.text_fingerprint == self.teacher.text_fingerprint:
             # Several tokens can have the same bytes ("s" and "##s", "." and "<0x2E>"): each maps to itself.
             return np.where(vocabulary.byte_lengths > 0, np.arange(len(vocabulary), dtype=np.int32), np.int32(-1))
         teacher_ids = map(self.teacher.vocabulary.token_of_bytes.get, vocabulary.bytes_by_id, itertools.repeat(-1))

@@ -301,8 +301,8 @@ class CheckpointSaver:
             folder.mkdir()
             self._merge(adapter, folder)
             set_default_permissions(*folder.rglob("*.safetensors"))
-            for one in (folder, folder / ADAPTER_FOLDER):
-                copy_tokenizer_files(self._tokenizer_folder, one, self._start_token)
+            copy_tokenizer_files(self._tokenizer_folder, folder, self._start_token)
+            copy_tokenizer_files(folder, folder / ADAPTER_FOLDER)
             shutil.rmtree(adapter)
 
     def load(self, folder: Path, seed: int, random_stream: int | None = None) -> dict[str, Any]:

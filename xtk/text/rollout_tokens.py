@@ -64,7 +64,7 @@ def completion_text(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_sta
 def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledTokens | None:
     """Return the sampled tokens of a document if tokenizer and template are those of its student; else None."""
     sampled = document.sampled_tokens
-    if sampled is None or not tokenizer.has_fingerprint(sampled.tokenizer_fingerprint):
+    if sampled is None or sampled.tokenizer_fingerprint != tokenizer.fingerprint:
         return None
     size = len(tokenizer.vocabulary)
     if len(sampled.ids) and int(sampled.ids.max()) >= size:

@@ -51,7 +51,7 @@ def _with_sampled_tokens(tokenizer: Tokenizer, document: Document, sequence: Tok
     sampled = document.sampled_tokens
     if (
         sampled is None
-        or not tokenizer.has_fingerprint(sampled.tokenizer_fingerprint)
+        or sampled.tokenizer_fingerprint != tokenizer.fingerprint
         or np.array_equal(sampled.ids, sequence.ids)
     ):
         return sequence

@@ -111,16 +111,25 @@ class Tokenizer:
     ) -> None:
         self.name = name or str(folder)
         model_folder = Path(folder)
+        num_rows = embedding_rows or configured_vocab_size(model_folder)
         self._model_folder, self.folder = model_folder, tokenizer_folder(model_folder, adapter)
         files = read_tokenizer_files(self.folder, model_folder)
-        # fingerprint: identifies the tokenizer independent of its folder and of its start token.
+        if self.folder != model_folder and 0 < num_rows < files.backend.get_vocab_size():
+            terminal.note(
+                f"{self.name}: the model's tokenizer is used; the adapter's has more tokens than the model rows"
+            )
+            self.folder = model_folder
+            files = read_tokenizer_files(model_folder, model_folder)
+        # fingerprint: identifies the tokenizer independent of its folder: hash of its JSON without `truncation` and
+        # `padding`, which calls may change. text_fingerprint: the same whatever its start token.
         content, self._backend, self.fingerprint = files.content, files.backend, files.fingerprint
-        self._older_fingerprint = files.older_fingerprint
+        self.text_fingerprint = files.text_fingerprint
         self._disable_dropout(content["model"].get("dropout"))
         self._backend.no_truncation()
         self._backend.no_padding()
         with self._backend_errors():
             self._own_start_ids = own_start_ids(self._backend, files.configuration)
+            self._written_start_ids = own_start_ids(self._backend, {})  # of tokenizer.json, with any class
         # The post-processor adds special tokens, which xtk adds itself, and trims white space from the offsets.
         self._backend.post_processor = None
         # The text of a special token inside a document is not that token.
@@ -128,7 +137,6 @@ class Tokenizer:
         self._lock = threading.Lock()  # guards that setting, which `encode_rendered` changes temporarily
         self._template = files.chat_template
         self.template_fingerprint = files.template_fingerprint  # identifies its chat template; None without one
-        num_rows = embedding_rows or configured_vocab_size(model_folder)
         vocabulary = read_vocabulary(content, self._backend)
         # Gemma 3 1B has one special token (of images) more than rows.
         first = vocabulary.without_special_tokens_above(num_rows)
@@ -276,10 +284,6 @@ class Tokenizer:
         """Whether it prepends a space to a text."""
         (letter,) = self.encode(["a"])
         return b"".join(map(self.vocabulary.bytes_of, letter.ids.tolist())) == b" a"
-
-    def has_fingerprint(self, stored: object) -> bool:
-        """Whether a fingerprint in a file is this tokenizer's; that of older files also covers its start token."""
-        return stored in (self.fingerprint, self._older_fingerprint)
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """Return the tokens of texts, without special tokens, and the byte where each token ends.
@@ -568,7 +572,7 @@ class Tokenizer:
         return files if self._template is None else {**files, "chat_template.jinja": self._template.encode()}
 
     def _json_with_start(self) -> bytes:
-        if self.start_ids == self._own_start_ids:
+        if self.start_ids == self._written_start_ids:
             return self._raw
         names = [self.special_token_names[number] for number in self.start_ids]
         content = json.loads(self._raw) | {"post_processor": start_post_processor(names, self.start_ids)}

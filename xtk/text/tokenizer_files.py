@@ -33,10 +33,8 @@ class TokenizerFiles:
     raw: bytes  # tokenizer.json
     content: dict[str, Any]  # its JSON, with the backend's ids of added tokens
     backend: tokenizers.Tokenizer  # the tokenizer of the library `tokenizers`
-    # Hash of the JSON without `truncation` and `padding`, which calls may change, and without `post_processor`: the
-    # start token is compared by itself.
-    fingerprint: str
-    older_fingerprint: str  # with `post_processor`, in files of xtk before December 2026
+    fingerprint: str  # hash of the JSON without `truncation` and `padding`, which calls may change
+    text_fingerprint: str  # the same without `post_processor`: equal where texts have the same tokens after their start
     special_tokens: dict[str, str]  # {role: text}, those of SPECIAL_TOKEN_ROLES that the tokenizer has
     chat_template: str | None  # a Jinja template; None without one
     configuration: dict[str, Any]  # content of tokenizer_config.json
@@ -245,14 +243,14 @@ def _round_score(number: str) -> float:
 
 
 def _tokenizer_fingerprints(content: dict[str, Any]) -> tuple[str, str]:
-    """Return the hashes of tokenizer.json without and with its post-processor."""
+    """Return the hashes of tokenizer.json with and without its post-processor."""
     parts = {key: f"{json.dumps(key)}:{_canonical_json(content[key])}" for key in sorted(content)}
 
     def without(*keys: str) -> str:
         text = "{" + ",".join(part for key, part in parts.items() if key not in keys) + "}"
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
-    return without("truncation", "padding", "post_processor"), without("truncation", "padding")
+    return without("truncation", "padding"), without("truncation", "padding", "post_processor")
 
 
 def _canonical_json(content: Any) -> str:

@@ -164,7 +164,7 @@ def _check_tokenizers(config: TransplantConfig) -> None:
             where=config.new.name,
             hint="set eos_token in its tokenizer_config.json to one of its special tokens",
         )
-    if config.kept is None and config.new.fingerprint == config.old.fingerprint:
+    if config.kept is None and tokenizer_identity(config.new)["tokenizer"] == config.old.fingerprint:
         raise XtkError(
             "the new tokenizer is the tokenizer of the model already",
             where=config.new.name,
@@ -189,7 +189,7 @@ def _check_projection(config: TransplantConfig) -> Any:
     assert config.projection is not None
     projection = read_projection(config.projection)
     for side, tokenizer in (("student", config.new), ("teacher", config.old)):
-        if not tokenizer.has_fingerprint(projection.header.get(side, {}).get("tokenizer")):
+        if projection.header.get(side, {}).get("tokenizer") != tokenizer.fingerprint:
             raise MismatchError(
                 f"the projection was built for other tokenizers: its {side} is not {tokenizer.name}",
                 where=str(config.projection),

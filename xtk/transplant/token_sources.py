@@ -34,7 +34,7 @@ class TokenSources:
             self.copied[self._special_ids] = counterparts
             single, of_single = match_special_tokens(new, old)
             self.copied[single] = of_single  # a token of the same name before a further copy
-            if new.fingerprint != old.fingerprint:
+            if new.text_fingerprint != old.text_fingerprint:
                 self._copy_unused()
         # int32 [V], the same without further copies of an old token with several roles. With the rows of one token in
         # the head, the model would predict each of its copies where it predicted that token.

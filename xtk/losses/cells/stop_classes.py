@@ -33,7 +33,7 @@ class StopClasses(NamedTuple):
         compared with itself. If they have one tokenizer and other stop tokens, both have those of either.
         """
         own, theirs = student.stop_ids, teacher.stop_ids
-        if student.fingerprint == teacher.fingerprint:
+        if student.text_fingerprint == teacher.text_fingerprint:
             declared = [set(side.declared_stop_ids) for side in (student, teacher)]
             if (own, declared[0], student.end_id) == (theirs, declared[1], teacher.end_id):
                 return None
