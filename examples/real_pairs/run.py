@@ -368,7 +368,7 @@ def completion_text(rollout: dict[str, Any]) -> str:
 def beginning(text: str, kind: str) -> str:
     """Return the beginning of a text that a teacher continues."""
     if kind == "code":
-        return "".join(text.splitlines(keepends=True)[:BEGINNING_LINES])
+        return "\n".join(text.splitlines()[:BEGINNING_LINES])  # a line break and the next indent are one token
     return text[:BEGINNING_CHARACTERS].rpartition(" ")[0]
 
 

@@ -85,6 +85,9 @@ def test_samples_are_printed_by_prompt_and_an_empty_completion_is_named(tmp_path
     shown = {name: "\n".join([f"--- {name}", *[f"    {name}"] * 8]) for name in ("untrained", "ce", "distilled")}
     assert first.strip() == f"def one():\n--- untrained\n(nothing)\n{shown['ce']}\n{shown['distilled']}"
     assert second.strip() == f"def two():\n{shown['untrained']}\n--- ce\n(nothing)\n{shown['distilled']}"
+    (tmp_path / "samples" / "ce.jsonl").unlink()  # all of its completions are empty: rollout wrote nothing
+    demo_pipeline._print_samples(tmp_path)
+    assert capsys.readouterr().err.count("--- ce\n(nothing)\n") == 2
 
 
 @pytest.mark.long

@@ -99,13 +99,12 @@ def build_projection(options: BuildProjectionOptions) -> None:
     path = Path(options.output)
     output = Output(path, PROJECTION, force=options.force, inputs=[*options.corpus, options.special_tokens])
     output.find_finished()
-    one, other = (
-        Tokenizer(folder, name=name, adapter=adapter)
-        for name in (options.student, options.teacher)
-        for folder, adapter in [
-            base_model_and_adapter(resolve_model_folder(name, with_weights=False), with_weights=False)
-        ]
-    )
+
+    def read_tokenizer(name: str) -> Tokenizer:
+        folder, adapter = base_model_and_adapter(resolve_model_folder(name, with_weights=False), with_weights=False)
+        return Tokenizer(folder, name=name, adapter=adapter)
+
+    one, other = read_tokenizer(options.student), read_tokenizer(options.teacher)
     if options.method == "cooccurrence":
         from xtk.data.corpus_reader import Corpus, parse_columns_option
 

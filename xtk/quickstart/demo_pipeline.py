@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -121,7 +122,10 @@ def _report(folder: Path, demo: Demo) -> Path:
     evaluation.write_text(printed, encoding="utf-8")
     samples.mkdir(exist_ok=True)
     for name, model in models.items():
-        _run_printed_command(f"xtk rollout {model} {at}/prompts.jsonl {demo.generation} -o {at}/samples/{name}.jsonl")
+        with contextlib.suppress(XtkError):  # a student that generates nothing; the command says so
+            _run_printed_command(
+                f"xtk rollout {model} {at}/prompts.jsonl {demo.generation} -o {at}/samples/{name}.jsonl"
+            )
     _print_step(5, "write a report about all runs:")
     runs = " ".join(f"{at}/{kind}-{seed}" for kind in ("ce", "distilled") for seed in range(len(demo.students)))
     baselines = f"--baseline {student} --baseline {at}/ce-0"
@@ -145,7 +149,8 @@ def _print_samples(folder: Path) -> None:
     """Print the first prompts with the samples of the untrained, cross-entropy and distilled student."""
     samples = {}
     for name in ("untrained", "ce", "distilled"):
-        rows = map(json.loads, (folder / "samples" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())
+        path = folder / "samples" / f"{name}.jsonl"
+        rows = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.is_file() else ())
         samples[name] = {row["prompt"]: row["completion"] for row in rows}  # without empty completions
     for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_PRINTED_PROMPTS]:
         prompt = json.loads(line)["text"]
@@ -247,7 +252,8 @@ def _prepare_pretrained(folder: Path, num_seeds: int) -> Demo:
         f"{len(training)} functions of Python's standard library; to measure, {len(held_out)} others of it, and "
         f"{len(other)} small functions of another style."
     )
-    beginnings = ["".join(text.splitlines(keepends=True)[:PROMPT_LINES]) for text in other[:NUM_PROMPTS]]
+    # Without the last line break: with the indent of the next line it is one token.
+    beginnings = ["\n".join(text.splitlines()[:PROMPT_LINES]) for text in other[:NUM_PROMPTS]]
     test, small = ([_first_word_as_prompt(text) for text in texts] for texts in (held_out, other))
     _write_documents(folder, part=training, test=test, other=small, prompts=beginnings)
     _print_step(1, f"download {PRETRAINED_STUDENT} and {PRETRAINED_TEACHER}, if they are not in {models}:")
