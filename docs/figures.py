@@ -20,7 +20,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from results import DATA, NAMES, Difference, difference, fill, level, objective_differences
+from results import DATA, NAMES, Difference, difference, draw_spans, fill, level, objective_differences
 
 DOCS = Path(__file__).parent
 FIGURES = DOCS / "figures"
@@ -317,6 +317,7 @@ def figures() -> Iterator[tuple[Path, str]]:
         "losses": draw_objectives,
         "on-policy": draw_on_policy,
         "pipeline": draw_pipeline,
+        "spans": draw_spans,
     }
     for name, draw in drawings.items():
         yield FIGURES / f"{name}.svg", draw()

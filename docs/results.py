@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "real_pairs")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "benchmarks"))
 from measurement import half_interval
 from pair_results import Results
-from pair_tables import document_table, pair_table
+from pair_tables import document_table, draw, pair_table, span_differences
 
 DOCS = Path(__file__).parent
 REAL_PAIRS = DOCS / "figures" / "real-pairs"  # a folder of results of examples/real_pairs/run.py for each pair
@@ -205,6 +205,12 @@ def real_pair(name: str) -> str:
     """Return the tables of a pair of pretrained models: the test set, and its differences by document."""
     results = Results(REAL_PAIRS / name)
     return "\n".join([*pair_table(results, name), "", *document_table(results, name), ""])
+
+
+def draw_spans() -> str:
+    """Return the figure of losses over spans minus `byte-kl` and `strict`, by category of text."""
+    title = "bits per byte by category; left of the line spans help"
+    return draw(title, span_differences(Results(REAL_PAIRS / "code"), ["code"]))
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
