@@ -149,7 +149,7 @@ def test_tasks_during_training_run_in_the_precision_of_the_run(pair):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
             harness = HarnessModel(
                 model, tokenizer, batch_size=1, max_length=None, template_arguments={}, stderr=sys.stderr,
-                process_share=ProcessShare(0, 1),
+                process_share=ProcessShare(0, 1), apply_chat_template=False,
             )  # fmt: skip
             assert harness._model_call(torch.ones(1, 3, dtype=torch.int64)).dtype == (dtype or torch.float32)
 
