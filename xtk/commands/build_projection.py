@@ -104,17 +104,17 @@ def build_projection(options: BuildProjectionOptions) -> None:
         folder, adapter = base_model_and_adapter(resolve_model_folder(name, with_weights=False), with_weights=False)
         return Tokenizer(folder, name=name, adapter=adapter)
 
-    one, other = read_tokenizer(options.student), read_tokenizer(options.teacher)
+    student, teacher = read_tokenizer(options.student), read_tokenizer(options.teacher)
     if options.method == "cooccurrence":
         from xtk.data.corpus_reader import Corpus, parse_columns_option
 
         data = Corpus(options.corpus, parse_columns_option(options.columns), options.max_document_bytes)
-        projection = _counts_projection(one, other, data, chosen, matching, output)
+        projection = _counts_projection(student, teacher, data, chosen, matching, output)
     else:
-        header = projection_header(one, other, options.method, matching, **chosen)
+        header = projection_header(student, teacher, options.method, matching, **chosen)
         projection = output.find_finished(header)
         if projection is None:
-            projection = build(one, other, options.method, special_tokens=matching, **chosen)
+            projection = build(student, teacher, options.method, special_tokens=matching, **chosen)
             write_projection(projection, path)
     warned = audit_warning(projection.header.get("audit", {}))
     if warned:

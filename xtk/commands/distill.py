@@ -184,13 +184,13 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
     named = {"-": piped}
     student = named.get(options.student, options.student)
     folder, adapter = base_model_and_adapter(resolve_model_folder(student, with_weights=True))
-    ref = ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code)
+    student_model = ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code)
     open_teacher = partial(
         parse_online_teacher,
         # Completions of the student cannot be refused.
         long_documents="truncate" if isinstance(options, OnPolicyDistillOptions) else options.long_documents,
         trust_remote_code=options.trust_remote_code,
-        student=ref,
+        student=student_model,
         student_start=options.start_token,
         devices=teacher_devices,
     )
@@ -200,7 +200,7 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
     elif options.teacher and options.reference:
         references = [open_teacher(observed_only(spec)) for spec in (*options.reference, student)]
     return RunPaths(
-        ref,
+        student_model,
         tuple(named.get(path, path) for path in options.cache),
         tuple(Path(named.get(path, path)) for path in options.projection if path != "auto"),
         Path(options.output),
